@@ -1,0 +1,58 @@
+# Every target works on a machine that has only python3 (3.11 or newer) and make.
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help run test test-slow lint types wheel-check bench clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1	/p' Makefile | expand -t 14
+
+$(INSTALLED): pyproject.toml constraints-dev.txt
+	test -x $(BIN)/python || python3 -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e '.[dev,cli,plot]'
+	touch $@
+
+run: $(INSTALLED) ## run the quickstart example
+	$(BIN)/python examples/quickstart.py
+
+test: $(INSTALLED) ## run the default test suite
+	$(BIN)/pytest -n 2
+
+test-slow: $(INSTALLED) ## run the tests marked slow
+	$(BIN)/pytest -m slow
+
+lint: $(INSTALLED) ## check style and formatting
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(INSTALLED) ## check types
+	$(BIN)/pyright
+
+define WHEEL_CHECK
+import importlib.resources
+
+import iblr
+import jax
+
+for name in ("py.typed", "datasets/murphy.csv"):
+    assert importlib.resources.files(iblr).joinpath(name).is_file(), f"the wheel lacks {name}"
+start = iblr.Gaussian.standard(2)
+result = iblr.fit(lambda z: -0.5 * (z**2).sum(), start, key=jax.random.key(0), num_steps=50)
+print("iblr", iblr.__version__, "status:", result.status)
+endef
+export WHEEL_CHECK
+
+wheel-check: $(INSTALLED) ## build the wheel and use it in a clean environment
+	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && \
+	$(BIN)/python -m build --wheel --outdir "$$tmp" . && \
+	$(BIN)/python -m venv "$$tmp/venv" && \
+	"$$tmp/venv/bin/python" -m pip install --quiet -c constraints-dev.txt "$$tmp"/*.whl && \
+	cd "$$tmp" && venv/bin/python -c "$$WHEEL_CHECK"
+
+bench: $(INSTALLED) ## run every script in benchmarks/
+	set -e; for script in benchmarks/*.py; do $(BIN)/python "$$script"; done
+
+clean: ## remove caches and build products, but not the environment
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,30 @@
+"""Riemannian variational inference: the improved Bayesian learning rule in JAX.
+
+`fit` turns a log density into a posterior approximation; see Lin, Schmidt & Khan, "Handling the
+Positive-Definite Constraint in the Bayesian Learning Rule", ICML 2020 ([LSK20] in the docstrings).
+"""
+
+from iblr import datasets as datasets, geometry as geometry
+from iblr.diagnostics import elbo as elbo
+from iblr.estimators import (
+    AtMean as AtMean,
+    Hess as Hess,
+    Rep as Rep,
+    Secant as Secant,
+    Stl as Stl,
+)
+from iblr.families.curvature import Parameterisation as Parameterisation
+from iblr.families.diagonal import DiagonalGaussian as DiagonalGaussian
+from iblr.families.gaussian import Gaussian as Gaussian
+from iblr.fit import FitError as FitError, fit as fit, init as init, step as step
+from iblr.laplace import laplace as laplace
+from iblr.posterior import Posterior as Posterior
+from iblr.rule import (
+    geodesic_step as geodesic_step,
+    improved_step as improved_step,
+    natural_gradient_step as natural_gradient_step,
+)
+from iblr.status import Status as Status
+from iblr.target import Target as Target
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""The approximations q: immutable pytrees of parameters, each with its own geometry."""

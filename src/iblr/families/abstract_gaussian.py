@@ -1,0 +1,253 @@
+"""What the full and the diagonal Gaussian share: everything that happens in whitened coordinates.
+
+q(z) = N(z | mu, Sigma) with Sigma = A'A, and rows for vectors: a draw is z = mu + eps A with eps
+standard normal, a gradient w is whitened as w A', and mu moves by
+
+    mu <- mu - t (A g) A = mu - t Sigma g,     g = E[grad lbar]              [LSK20] eq. ivon_1
+
+in the old metric (the original rule, eq. von_2, moves mu in the new one). The root moves by the
+scalar function of the spectrum that `curvature` explains.
+"""
+
+import abc
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Key, PyTree
+
+from iblr.families import curvature as curvature_
+from iblr.families.base import AbstractFamily, StepInfo
+from iblr.families.curvature import Dense, Diagonal, LowRank, Parameterisation, Scaling, Spectrum
+from iblr.status import Status
+
+
+class GaussianTangent(eqx.Module):
+    """A natural gradient at a Gaussian.
+
+    Attributes:
+        gradient: g, the gradient of the negative ELBO in the mean.
+        whitened: A g, the same in whitened coordinates.
+        curvature: Ghat = A G A', the whitened natural gradient in the precision.
+    """
+
+    gradient: Float[Array, " d"]
+    whitened: Float[Array, " d"]
+    curvature: LowRank | Dense | Diagonal
+
+
+class AbstractGaussian(AbstractFamily):
+    """A Gaussian with some root of its covariance."""
+
+    mean: eqx.AbstractVar[Float[Array, " d"]]
+    log_det: eqx.AbstractVar[Float[Array, ""]]
+
+    # The root, in five verbs; vectors are rows.
+
+    @abc.abstractmethod
+    def colour(self, rows: Float[Array, "M d"]) -> Float[Array, "M d"]:
+        """Rows eps to eps A."""
+
+    @abc.abstractmethod
+    def whiten(self, rows: Float[Array, "M d"]) -> Float[Array, "M d"]:
+        """Rows w to w A'."""
+
+    @abc.abstractmethod
+    def standardise(self, rows: Float[Array, "M d"]) -> Float[Array, "M d"]:
+        """Rows x to x A^-1: the noise that `colour` would turn into x."""
+
+    @abc.abstractmethod
+    def root(self) -> Float[Array, "d d"]:
+        """A as a matrix."""
+
+    @abc.abstractmethod
+    def rescaled(
+        self, spectrum: Spectrum, scaling: Scaling, step: Float[Array, " d"], ok: Bool[Array, ""]
+    ) -> tuple["AbstractGaussian", Bool[Array, ""]]:
+        """The family with root m(Ghat) A and mean less step A, and whether it is finite.
+
+        Where `ok` is false or the result would not be finite, the family itself.
+        """
+
+    # The geometry, as the estimators see it.
+
+    @abc.abstractmethod
+    def low_rank(
+        self, shift: float, left: Float[Array, "M d"], right: Float[Array, "M d"]
+    ) -> LowRank | Diagonal:
+        """Ghat = shift * I - sym(left' right), projected onto the family."""
+
+    @abc.abstractmethod
+    def secant(
+        self, noise: Float[Array, "P d"], change: Float[Array, "P d"], ridge: float
+    ) -> LowRank | Diagonal:
+        """-K for the smallest symmetric K of the family with K noise' = change', ridged."""
+
+    @abc.abstractmethod
+    def from_hessian(self, hessian: Float[Array, "d d"]) -> Dense | Diagonal:
+        """I - A H A' for a Hessian of the negative log density."""
+
+    @abc.abstractmethod
+    def add_precision(self, tangent: GaussianTangent, prior: Any, weight: Any) -> GaussianTangent:
+        """The tangent with the exact term of `weight * log prior` added."""
+
+    def with_gradient(
+        self, tangent: GaussianTangent, gradient: Float[Array, " d"]
+    ) -> GaussianTangent:
+        """The tangent with another gradient in the mean."""
+        return GaussianTangent(gradient, self.whiten(gradient[None])[0], tangent.curvature)
+
+    # Moments.
+
+    @property
+    @abc.abstractmethod
+    def variances(self) -> Float[Array, " d"]:
+        """The diagonal of the covariance."""
+
+    @property
+    def standard_deviations(self) -> Float[Array, " d"]:
+        """The marginal standard deviations."""
+        return jnp.sqrt(self.variances)
+
+    @property
+    @abc.abstractmethod
+    def covariance(self) -> Float[Array, "d d"]:
+        """Sigma."""
+
+    @property
+    @abc.abstractmethod
+    def precision(self) -> Float[Array, "d d"]:
+        """S = Sigma^-1."""
+
+    @abc.abstractmethod
+    def times_precision(self, row: Float[Array, " d"]) -> Float[Array, " d"]:
+        """S x."""
+
+    @property
+    @abc.abstractmethod
+    def precision_diagonal(self) -> Float[Array, " d"]:
+        """The diagonal of S."""
+
+    @abc.abstractmethod
+    def expected_square(self, q: "AbstractGaussian") -> Float[Array, ""]:
+        """E_q of the squared Mahalanobis distance from this Gaussian."""
+
+    # The family contract.
+
+    @property
+    def dtype(self) -> Any:
+        """The floating-point type of the parameters."""
+        return self.mean.dtype
+
+    def sample(self, key: Key[Array, ""], num: int | None = None) -> PyTree:
+        """`num` draws stacked along a first axis, or one draw without that axis."""
+        noise = jax.random.normal(key, (1 if num is None else num, self.dim), self.mean.dtype)
+        rows = self.mean + self.colour(noise)
+        return self.structure.unravel(rows[0] if num is None else rows)
+
+    def sample_with_log_prob(
+        self, key: Key[Array, ""], num: int
+    ) -> tuple[Float[Array, "num d"], Float[Array, " num"]]:
+        """Flat draws and log q at them, which needs only the noise."""
+        noise = jax.random.normal(key, (num, self.dim), self.mean.dtype)
+        return self.mean + self.colour(noise), self._log_prob_of_noise(noise)
+
+    def log_prob(self, z: PyTree) -> Float[Array, "*batch"]:
+        """Log density at one point, or at points stacked along leading axes."""
+        rows = self.structure.ravel(z, "log_prob(z)")
+        noise = self.standardise(rows.reshape(-1, self.dim) - self.mean)
+        return self._log_prob_of_noise(noise).reshape(rows.shape[:-1])
+
+    def _log_prob_of_noise(self, noise: Float[Array, "M d"]) -> Float[Array, " M"]:
+        return -0.5 * (jnp.sum(noise**2, axis=-1) + self.log_det + self.dim * jnp.log(2 * jnp.pi))
+
+    def entropy(self) -> Float[Array, ""]:
+        """Differential entropy in nats."""
+        return 0.5 * (self.log_det + self.dim * (1 + jnp.log(2 * jnp.pi)))
+
+    def kl(self, other: "AbstractGaussian") -> Float[Array, ""]:
+        """KL(self || other) in nats."""
+        if not isinstance(other, AbstractGaussian) or other.dim != self.dim:
+            raise ValueError(
+                f"`kl(other)` needs a Gaussian of dimension {self.dim}, but got {other!r}."
+            )
+        return -self.entropy() - other.expected_log_prob(self)
+
+    def expected_log_prob(self, q: "AbstractGaussian") -> Float[Array, ""]:
+        """E_q[log self(z)] in closed form."""
+        constant = self.log_det + self.dim * jnp.log(2 * jnp.pi)
+        return -0.5 * (self.expected_square(q) + constant)
+
+    def improved(
+        self,
+        tangent: GaussianTangent,
+        step_size: Float[Array, ""],
+        curvature_step_size: Float[Array, ""],
+        parameterisation: Parameterisation,
+        trust_region: bool,
+    ) -> tuple["AbstractGaussian", StepInfo]:
+        """[LSK20] eq. ivon_1 and ivon_2; the mean moves in the old metric."""
+        m = curvature_.improved(parameterisation.value)
+        return self._moved(tangent, step_size, curvature_step_size, m, trust_region, False)
+
+    def original(
+        self,
+        tangent: GaussianTangent,
+        step_size: Float[Array, ""],
+        curvature_step_size: Float[Array, ""],
+        parameterisation: Parameterisation,
+    ) -> tuple["AbstractGaussian", StepInfo]:
+        """[LSK20] eq. von_1 and von_2; the mean moves in the new metric."""
+        m = curvature_.original(parameterisation.value)
+        return self._moved(tangent, step_size, curvature_step_size, m, False, True)
+
+    def geodesic(
+        self,
+        tangent: GaussianTangent,
+        step_size: Float[Array, ""],
+        curvature_step_size: Float[Array, ""],
+    ) -> tuple["AbstractGaussian", StepInfo]:
+        """The exact block geodesic: straight in the mean, exponential in the precision."""
+        m = curvature_.geodesic
+        return self._moved(tangent, step_size, curvature_step_size, m, False, False)
+
+    def _moved(
+        self,
+        tangent: GaussianTangent,
+        t: Float[Array, ""],
+        t_curvature: Float[Array, ""],
+        m: curvature_.Multiplier,
+        trust_region: bool,
+        new_metric: bool,
+    ) -> tuple["AbstractGaussian", StepInfo]:
+        spectrum = tangent.curvature.spectrum()
+        scaling = curvature_.scale(spectrum, t_curvature, m, trust_region)
+        step = t * tangent.whitened
+        mean_shrunk = jnp.ones((), step.dtype)
+        if trust_region:
+            length = _safe_norm(step)
+            radius = jnp.sqrt(jnp.asarray(self.dim, step.dtype))
+            mean_shrunk = radius / jnp.maximum(length, radius)
+            step = mean_shrunk * step
+        if new_metric:
+            step = scaling.apply(spectrum, scaling.apply(spectrum, step))
+
+        finite = all_finite(spectrum.values, spectrum.rest, step, t_curvature)
+        inside = all_finite(scaling.values, scaling.rest)
+        family, moved = self.rescaled(spectrum, scaling, step, finite & inside)
+        status = Status.where(
+            moved, Status.ok, Status.where(finite & ~inside, Status.left_set, Status.nonfinite)
+        )
+        limited = jnp.where(moved, scaling.limited, 0)
+        return family, StepInfo(status, limited, scaling.shrunk, mean_shrunk)
+
+
+def _safe_norm(x: Float[Array, " d"]) -> Float[Array, ""]:
+    largest = jnp.maximum(jnp.abs(x).max(), jnp.finfo(x.dtype).tiny)
+    return largest * jnp.linalg.norm(x / largest)
+
+
+def all_finite(*arrays: Float[Array, "..."]) -> Bool[Array, ""]:
+    """Whether every entry of every array is finite."""
+    return jnp.stack([jnp.isfinite(array).all() for array in arrays]).all()

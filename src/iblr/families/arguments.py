@@ -1,0 +1,128 @@
+"""Checks of what a user passes to a family's constructors: a `ValueError` that names the call."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, PyTree
+
+from iblr.structure import Structure
+
+
+def start_structure(call: str, dim: int | None, like: PyTree, dtype: Any) -> tuple[Structure, Any]:
+    """The structure and dtype of a standard start, from a dimension or from a pytree."""
+    if (dim is None) == (like is None):
+        raise ValueError(
+            f"`{call}(dim)` or `{call}(like=params)` needs exactly one of the two, but got "
+            f"dim={dim!r} and like={'None' if like is None else 'a pytree'}."
+        )
+    if like is not None:
+        structure = Structure.like(like)
+        dtype = dtype or jnp.result_type(*jax.tree.leaves(like))
+    else:
+        if isinstance(dim, bool) or not isinstance(dim, int | np.integer):
+            raise ValueError(
+                f"`{call}(dim)` needs an integer, but got {dim!r}. For a pytree of parameters "
+                f"write `{call}(like=params)`."
+            )
+        structure = Structure.flat(int(dim))
+    if structure.dim < 1:
+        raise ValueError(f"`{call}` needs at least one dimension, but got {structure.dim}.")
+    dtype = jax.dtypes.canonicalize_dtype(dtype or float)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"`{call}(dtype=...)` needs a floating-point type, but got {dtype}.")
+    return structure, dtype
+
+
+def flat_mean(call: str, mean: PyTree, dtype: Any) -> tuple[Float[Array, " d"], Structure]:
+    """A mean given as a vector or a pytree, as a vector."""
+    structure = Structure.like(jax.tree.map(lambda x: jnp.asarray(x, dtype), mean))
+    vector = structure.ravel(mean, f"{call}(mean=...)").astype(dtype)
+    if vector.ndim != 1 or structure.dim < 1:
+        raise ValueError(
+            f"`{call}(mean=...)` needs a vector of at least one number, but got shape "
+            f"{vector.shape}."
+        )
+    return vector, structure
+
+
+def floating(*trees: Any) -> Any:
+    """The floating-point type that the leaves promote to; the default one for integers."""
+    dtype = jnp.result_type(*[jnp.asarray(leaf) for leaf in jax.tree.leaves(trees)])
+    return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.result_type(float)
+
+
+def check_finite(call: str, name: str, value: Float[Array, "..."]) -> None:
+    """Raise unless every entry is finite; silent on a traced array."""
+    if not isinstance(value, jax.core.Tracer) and not bool(jnp.isfinite(value).all()):
+        raise ValueError(f"`{call}({name}=...)` must be finite, but it has nan or inf entries.")
+
+
+def check_positive(call: str, name: str, value: Float[Array, "..."]) -> None:
+    """Raise unless every entry is positive and finite; silent on a traced array."""
+    check_finite(call, name, value)
+    if not isinstance(value, jax.core.Tracer) and not bool((value > 0).all()):
+        raise ValueError(
+            f"`{call}({name}=...)` must be positive, but its smallest entry is {value.min():.3g}."
+        )
+
+
+def cholesky(call: str, name: str, matrix: Float[Array, "d d"]) -> Float[Array, "d d"]:
+    """The lower Cholesky factor of a matrix that must be symmetric and positive definite."""
+    factor = jnp.linalg.cholesky(0.5 * (matrix + matrix.T))
+    if isinstance(matrix, jax.core.Tracer):
+        return factor
+    check_finite(call, name, matrix)
+    asymmetry = float(jnp.abs(matrix - matrix.T).max())
+    if asymmetry > 1e-3 * float(jnp.abs(matrix).max()):
+        raise ValueError(
+            f"`{call}({name}=...)` needs a symmetric matrix, but it differs from its transpose by "
+            f"up to {asymmetry:.3g}. Pass `0.5 * (m + m.T)` if that is what you mean."
+        )
+    if not bool(jnp.isfinite(factor).all()):
+        smallest = float(jnp.linalg.eigvalsh(matrix)[0])
+        raise ValueError(
+            f"`{call}({name}=...)` needs a positive-definite matrix, but its smallest eigenvalue is "
+            f"{smallest:.3g}. Check the matrix, or add jitter: `m + 1e-6 * jnp.eye(d)`."
+        )
+    return factor
+
+
+def square(call: str, name: str, matrix: ArrayLike, dim: int) -> Float[Array, "d d"]:
+    """A matrix that must be `dim` by `dim`."""
+    matrix = jnp.asarray(matrix)
+    if matrix.shape != (dim, dim):
+        raise ValueError(
+            f"`{call}(mean, {name})` needs a {name} of shape ({dim}, {dim}) to go with a mean of "
+            f"{dim} numbers, but got shape {matrix.shape}."
+        )
+    return matrix
+
+
+def check_indices(call: str, indices: ArrayLike, dim: int) -> np.ndarray:
+    """Distinct coordinates of a flat point, in any order."""
+    indices = np.atleast_1d(np.asarray(indices))
+    valid = indices.ndim == 1 and indices.size and np.issubdtype(indices.dtype, np.integer)
+    if not valid or indices.min() < 0 or indices.max() >= dim or len(set(indices)) < indices.size:
+        raise ValueError(
+            f"`{call}(indices)` needs distinct integers from 0 to {dim - 1}, but got "
+            f"{indices.tolist()}."
+        )
+    return indices
+
+
+def split_indices(
+    indices: ArrayLike, values: ArrayLike, dim: int
+) -> tuple[np.ndarray, np.ndarray, Float[Array, " k"]]:
+    """The coordinates that `conditional` fixes, those it leaves free, and the fixed values."""
+    indices, values = check_indices("conditional", indices, dim), jnp.atleast_1d(values)
+    if values.shape != indices.shape:
+        raise ValueError(
+            f"`conditional(indices, values)` needs one value an index, but got shapes "
+            f"{indices.shape} and {values.shape}."
+        )
+    others = np.setdiff1d(np.arange(dim), indices)
+    if others.size == 0:
+        raise ValueError("`conditional(indices, ...)` fixes every coordinate; leave one free.")
+    return indices, others, values

@@ -1,0 +1,321 @@
+"""The loop: keys, schedules, momentum, chunks, progress and interrupts; no family's mathematics.
+
+`init` and `step` are pure and may be used under `jit`, `vmap` and `scan`. `fit` runs chunks of
+steps as one compiled program, looks at the ELBO after each, and compiles nothing after the first.
+The noise of step k is a function of (key, k) alone, so chunks, interrupts and resumptions do not
+change the bits of a run.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Int, Key
+
+from iblr.diagnostics import elbo
+from iblr.estimators import AbstractEstimator, Stl
+from iblr.families.base import AbstractFamily, StepInfo
+from iblr.history import History, Progress, ProgressLine, Report
+from iblr.posterior import Posterior
+from iblr.rule import improved_step
+from iblr.status import Status
+from iblr.target import Target, as_target
+
+CHUNK = 100
+ELBO_DRAWS = 200
+REFRESH_UP_TO = 2048
+
+Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
+
+
+def default_step_size(step: ArrayLike) -> Float[Array, ""]:
+    """min(1/10, 2 / (10 + k)): large steps first, then an average of natural parameters."""
+    return jnp.minimum(0.1, 2 / (10.0 + step))
+
+
+class State(eqx.Module):
+    """Where a fit stands: everything the next step needs."""
+
+    family: AbstractFamily
+    momentum: Float[Array, " d"]
+    step: Int[Array, ""]
+    key: Key[Array, ""]
+
+
+class FitError(RuntimeError):
+    """A fit failed numerically; `error.posterior` is what it had reached."""
+
+    def __init__(self, message: str, posterior: Posterior):
+        super().__init__(message)
+        self.posterior = posterior
+
+
+def init(family: AbstractFamily, key: Key[Array, ""]) -> State:
+    """The state before the first step."""
+    return State(family, jnp.zeros(family.dim, family.dtype), jnp.zeros((), jnp.int32), key)
+
+
+def step(
+    state: State,
+    target: Target | Callable,
+    *,
+    estimator: AbstractEstimator,
+    step_size: ArrayLike | Schedule,
+    momentum: ArrayLike | None = None,
+    trust_region: bool = False,
+    rule: Callable = improved_step,
+) -> tuple[State, StepInfo]:
+    """One step, for people who write their own loop.
+
+    Args:
+        state: from `init` or the last `step`.
+        target: a log density or a `Target`.
+        estimator: how the natural gradient is estimated.
+        step_size: a number, or a schedule of the step index (any of optax's).
+        momentum: r of the natural momentum, [LSK20] appendix E.3, in [0, 1); None for none.
+        trust_region: see `improved_step`.
+        rule: `improved_step`, `natural_gradient_step` or `geodesic_step`.
+
+    Example:
+        >>> import iblr, jax
+        >>> state = iblr.init(iblr.Gaussian.standard(2), jax.random.key(0))
+        >>> for _ in range(3):
+        ...     state, info = iblr.step(state, lambda z: -0.5 * (z**2).sum(),
+        ...                             estimator=iblr.Stl(pairs=4), step_size=0.1)
+        >>> int(state.step)
+        3
+    """
+    target, family = as_target(target, "step"), state.family
+    tangent = estimator(family, target, jax.random.fold_in(state.key, state.step))
+    buffer = state.momentum
+    if momentum is not None:
+        # mu <- mu - t1 ghat + t2 Sigma_k Sigma_{k-1}^-1 (mu_k - mu_{k-1}) in the form of a running
+        # mean of gradients, which needs no transport from one metric to the next.
+        r = jnp.asarray(momentum, family.dtype)
+        buffer = r * buffer + (1 - r) * tangent.gradient
+        debiased = buffer / (1 - r ** (state.step + 1).astype(family.dtype))
+        tangent = family.with_gradient(tangent, debiased)
+    t = step_size(state.step) if callable(step_size) else step_size
+    options = {"trust_region": True} if trust_region else {}
+    family, info = rule(family, tangent, t, **options)
+    buffer = jnp.where(info.refused, state.momentum, buffer)
+    return State(family, buffer, state.step + 1, state.key), info
+
+
+@eqx.filter_jit
+def _chunk(
+    state: State,
+    span: Int[Array, "2"],
+    target: Target,
+    options: dict,
+    length: int,
+    elbo_draws: int,
+    batched: bool,
+) -> tuple[State, Report]:
+    """`length` steps from index `span[0]`, none from `span[1]` on, and the ELBO after them."""
+
+    def one_run(state: State) -> tuple[State, Report]:
+        def body(state: State, index: Int[Array, ""]):
+            def advance():
+                after, info = step(state, target, **options)
+                counts = jnp.stack(
+                    [
+                        info.refused.astype(jnp.int32),
+                        (info.status == Status.left_set).astype(jnp.int32),
+                        info.limited,
+                    ]
+                )
+                return after, counts
+
+            idle = lambda: (state, jnp.zeros(3, jnp.int32))  # noqa: E731
+            return jax.lax.cond(index < span[1], advance, idle)
+
+        state, counts = jax.lax.scan(body, state, span[0] + jnp.arange(length))
+        family, drift = state.family, jnp.zeros((), state.family.dtype)
+        if family.dim <= REFRESH_UP_TO:
+            family, drift = family.refreshed()
+        state = State(family, state.momentum, state.step, state.key)
+        key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), 1)
+        value, standard_error = elbo(target, family, key, draws=elbo_draws)
+        refused, left_set, limited = counts.sum(0)
+        return state, Report(value, standard_error, refused, left_set, limited, drift)
+
+    return jax.vmap(one_run)(state) if batched else one_run(state)
+
+
+def fit(
+    target: Target | Callable,
+    family: AbstractFamily,
+    *,
+    key: Key[Array, "*runs"],
+    estimator: AbstractEstimator | None = None,
+    step_size: ArrayLike | Schedule = default_step_size,
+    num_steps: int = 2000,
+    momentum: float = 0.0,
+    trust_region: bool = False,
+    rule: Callable = improved_step,
+    callback: Callable[[Progress], Any] | None = None,
+    progress: bool | None = None,
+    throw: bool = True,
+    state: State | None = None,
+    chunk_size: int = CHUNK,
+    elbo_draws: int = ELBO_DRAWS,
+) -> Posterior:
+    """Fit `family` to `target` by natural-gradient variational inference.
+
+    Args:
+        target: unnormalised log density of one point, or an `iblr.Target`.
+        family: the start; its type fixes the approximation and its structure the points'.
+        key: a typed key. An array of keys runs as many fits as one program; then `family` may
+            hold a batch of starts, stacked along a first axis.
+        estimator: how the natural gradient is estimated; None is `Stl(pairs=8)`.
+        step_size: t, a number or a schedule of the step index (any of optax's).
+        num_steps: steps to take.
+        momentum: r of the natural momentum, in [0, 1).
+        trust_region: bound the change of one step, see `improved_step`. Worth it far from the
+            target or with `Secant`; with a decaying step size it can delay the approach.
+        rule: `improved_step`, `natural_gradient_step` or `geodesic_step`.
+        callback: called with a `Progress` after every chunk; return True to stop.
+        progress: show a line of progress; None shows it in a terminal.
+        throw: raise `FitError` when the fit fails (in a batch: when every run fails). If False,
+            read `posterior.status`.
+        state: `posterior.state` of a fit to go on with; `num_steps` then counts from its start.
+        chunk_size: steps between two looks at the ELBO.
+        elbo_draws: draws for each of those looks.
+
+    Returns:
+        A `Posterior`. Interrupted from the keyboard, the best approximation reached.
+
+    Example:
+        >>> import iblr, jax, jax.numpy as jnp
+        >>> log_density = lambda z: -0.5 * ((z - 3.0) ** 2 / jnp.array([1.0, 4.0])).sum()
+        >>> posterior = iblr.fit(log_density, iblr.Gaussian.standard(2), key=jax.random.key(0),
+        ...                      estimator=iblr.Stl(pairs=4), step_size=0.1, num_steps=500)
+        >>> posterior.mean.round(2).tolist(), posterior.standard_deviation.round(2).tolist()
+        ([3.0, 3.0], [1.0, 2.0])
+    """
+    started = time.perf_counter()
+    target = as_target(target, "fit")
+    _check_options(step_size, num_steps, momentum, chunk_size, elbo_draws)
+    batched = _check_key(family, key)
+    if state is None:
+        state = _start(family, key, batched)
+    _preflight(target, state.family, key, batched)
+    estimator = Stl() if estimator is None else estimator
+    options = {
+        "estimator": estimator,
+        "step_size": step_size if callable(step_size) else jnp.asarray(step_size, float),
+        "momentum": None if momentum == 0 else jnp.asarray(momentum, float),
+        "trust_region": trust_region,
+        "rule": rule,
+    }
+    history = History(state.family, int(jnp.max(state.step)), batched)
+    line = ProgressLine(progress)
+    interrupted = stopped = False
+    try:
+        while history.step < num_steps and not stopped:
+            span = jnp.asarray([history.step, num_steps], jnp.int32)
+            after, report = _chunk(
+                state, span, target, options, chunk_size, elbo_draws, batched
+            )
+            state = jax.block_until_ready(after)
+            done = min(history.step + chunk_size, num_steps)
+            t = float(step_size(done - 1) if callable(step_size) else step_size)
+            history.add(done, t, report, state.family)
+            seconds = time.perf_counter() - started
+            told = Progress(
+                done, num_steps, history.elbo, history.elbo_se, t, state.family, seconds
+            )
+            line.show(told)
+            stopped = bool(callback(told)) if callback is not None else False
+            stopped = stopped or history.hopeless
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        line.close()
+    num_gradients = (history.step - history.first_step) * estimator.num_gradients
+    seconds = time.perf_counter() - started
+    posterior = history.posterior(state.family, state, interrupted, num_gradients, seconds)
+    return _raise_if_failed(posterior) if throw else posterior
+
+
+def _raise_if_failed(posterior: Posterior) -> Posterior:
+    fine = (posterior.status == Status.ok) | (posterior.status == Status.interrupted)
+    fine = fine | (posterior.status == Status.refused_steps)
+    if bool(jnp.any(fine)):
+        return posterior
+    message = posterior[0].message if posterior.is_batch else posterior.message
+    raise FitError(
+        f"`iblr.fit` failed. {message}\nWhat it had reached is in `error.posterior`; pass "
+        "`throw=False` to get it returned.",
+        posterior,
+    )
+
+
+def _start(family: AbstractFamily, key: Key[Array, "*runs"], batched: bool) -> State:
+    if not batched:
+        return init(family, key)
+    starts = 0 if _is_batch(family) else None
+    return jax.vmap(init, in_axes=(starts, 0))(family, key)
+
+
+def _is_batch(family: AbstractFamily) -> bool:
+    return family.mean.ndim > 1
+
+
+def _preflight(target: Target, family: AbstractFamily, key: Key[Array, "*runs"], batched: bool):
+    """Check the target at the mean of the start (the first, in a batch) and at draws around it."""
+    if batched:
+        family, key = jax.tree.map(lambda x: x[0], (family, key))
+    draws, _ = family.sample_with_log_prob(key, 7)
+    target.check(family.structure, jnp.concatenate([family.mean[None], draws]))
+
+
+def _check_key(family: AbstractFamily, key: Key[Array, "*runs"]) -> bool:
+    """Whether the fit is a batch of runs; raises where key and family do not go together."""
+    if not isinstance(family, AbstractFamily):
+        raise ValueError(
+            f"`fit(target, family)` needs a family such as `iblr.Gaussian.standard(10)`, but got "
+            f"{family!r}."
+        )
+    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        raise ValueError(
+            "`fit(key=...)` needs a typed key, `jax.random.key(0)`, or a batch of them, "
+            f"`jax.random.split(key, 4)`, but got {key!r}."
+        )
+    if key.ndim > 1:
+        raise ValueError(f"`fit(key=...)` takes one axis of keys, but got shape {key.shape}.")
+    if _is_batch(family) and family.mean.shape[:1] != key.shape:
+        raise ValueError(
+            f"`fit(target, family, key=...)` got {family.mean.shape[0]} starts and keys of shape "
+            f"{key.shape}. Pass one key a start: `jax.random.split(key, {family.mean.shape[0]})`."
+        )
+    return key.ndim == 1
+
+
+def _check_options(
+    step_size: ArrayLike | Schedule,
+    num_steps: int,
+    momentum: float,
+    chunk_size: int,
+    elbo_draws: int,
+) -> None:
+    if not callable(step_size) and not (jnp.shape(step_size) == () and 0 < step_size < jnp.inf):
+        raise ValueError(
+            "`fit(step_size=...)` must be a positive number or a schedule of the step index, but "
+            f"got {step_size!r}."
+        )
+    for name, value, least in (
+        ("num_steps", num_steps, 1),
+        ("chunk_size", chunk_size, 1),
+        ("elbo_draws", elbo_draws, 2),
+    ):
+        if isinstance(value, bool) or value != int(value) or value < least:
+            raise ValueError(
+                f"`fit({name}=...)` must be a whole number of at least {least}, but got {value!r}."
+            )
+    if not 0 <= momentum < 1:
+        raise ValueError(f"`fit(momentum=...)` must be in [0, 1), but got {momentum}.")

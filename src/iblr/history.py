@@ -1,0 +1,154 @@
+"""What a fit remembers between chunks, and the line of progress it shows."""
+
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from iblr.families.base import AbstractFamily
+from iblr.posterior import Posterior, Trace
+from iblr.status import Status
+
+LARGEST_DRIFT = 0.1
+LARGEST_SHARE_REFUSED = 0.1
+
+
+class Report(NamedTuple):
+    """What one chunk of steps found, on the device (one a run)."""
+
+    elbo: Float[Array, ""]
+    elbo_se: Float[Array, ""]
+    refused: Int[Array, ""]
+    left_set: Int[Array, ""]
+    limited: Int[Array, ""]
+    drift: Float[Array, ""]
+
+
+class Progress(NamedTuple):
+    """What a callback is told after every chunk."""
+
+    step: int
+    num_steps: int
+    elbo: np.ndarray
+    elbo_se: np.ndarray
+    step_size: float
+    family: AbstractFamily
+    seconds: float
+
+
+class History:
+    """Reports of all chunks so far, the counts over them, and each run's best family."""
+
+    def __init__(self, family: AbstractFamily, first_step: int, batched: bool):
+        runs = jax.tree.leaves(family)[0].shape[:1] if batched else ()
+        self.first_step = self.step = first_step
+        self.rows: list[tuple[int, np.ndarray, np.ndarray, float]] = []
+        self.refused = self.left_set = self.limited = np.zeros(runs, int)
+        self.stuck = self.inaccurate = np.zeros(runs, bool)
+        self.best_elbo = np.full(runs, -np.inf)
+        self.best_family = family
+        self.elbo = self.elbo_se = np.full(runs, np.nan)
+
+    def add(self, step: int, step_size: float, report: Report, family: AbstractFamily) -> None:
+        """Take in one chunk that ended at `step` with `family`."""
+        taken, self.step = step - self.step, step
+        report = Report(*(np.asarray(value) for value in report))
+        self.elbo, self.elbo_se = report.elbo, report.elbo_se
+        self.rows.append((step, report.elbo, report.elbo_se, step_size))
+        self.refused = self.refused + report.refused
+        self.left_set = self.left_set + report.left_set
+        self.limited = self.limited + report.limited
+        self.stuck = report.refused == taken
+        self.inaccurate = self.inaccurate | ~(report.drift <= LARGEST_DRIFT)
+        better = np.nan_to_num(report.elbo, nan=-np.inf, posinf=-np.inf) > self.best_elbo
+        self.best_elbo = np.where(better, report.elbo, self.best_elbo)
+        if better.all():
+            self.best_family = family
+        elif better.any():
+            self.best_family = _choose(better, family, self.best_family)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no run took a single step of its last chunk."""
+        return bool(self.stuck.all())
+
+    def posterior(
+        self, family: AbstractFamily, state: Any, interrupted: bool, num_gradients: int, seconds: float
+    ) -> Posterior:
+        """The result: the last family, or the best one where the run did not end well."""
+        diverged = ~np.isfinite(self.elbo) & (len(self.rows) > 0)
+        failed = interrupted | diverged | self.inaccurate | self.stuck
+        fell_back = failed & np.isfinite(self.best_elbo)
+        often_refused = self.refused > LARGEST_SHARE_REFUSED * (self.step - self.first_step)
+        found = [
+            (self.stuck, Status.nonfinite),
+            (diverged, Status.diverged),
+            (self.inaccurate, Status.inaccurate),
+            (np.full_like(self.stuck, interrupted), Status.interrupted),
+            (self.left_set > 0, Status.left_set),
+            (often_refused, Status.refused_steps),
+            (np.ones_like(self.stuck), Status.ok),
+        ]
+        first = np.argmax(np.stack([mask for mask, _ in found]), axis=0)
+        items = [item for _, item in found]
+        status = jax.tree.map(lambda *codes: jnp.stack(codes)[first], *items)
+        return Posterior(
+            family=_choose(fell_back, self.best_family, family),
+            elbo=jnp.asarray(np.where(fell_back, self.best_elbo, self.elbo)),
+            elbo_se=jnp.asarray(self.elbo_se),
+            status=status,
+            trace=Trace(*(np.array(column) for column in zip(*self.rows, strict=True)))
+            if self.rows
+            else Trace(*(np.zeros(0) for _ in Trace._fields)),
+            refused=self.refused,
+            limited=self.limited,
+            num_steps=self.step,
+            num_gradients=num_gradients,
+            seconds=seconds,
+            state=state,
+        )
+
+
+def _choose(first: np.ndarray, a: AbstractFamily, b: AbstractFamily) -> AbstractFamily:
+    """`a` for the runs in `first`, `b` for the others."""
+    if first.all():
+        return a
+    if not first.any():
+        return b
+    pick = lambda x, y: jnp.where(first.reshape(first.shape + (1,) * (x.ndim - 1)), x, y)  # noqa: E731
+    return jax.tree.map(pick, a, b)
+
+
+class ProgressLine:
+    """One line in a terminal, rewritten after every chunk; silent elsewhere."""
+
+    def __init__(self, wanted: bool | None):
+        self.stream = sys.stderr
+        self.shown = self.stream.isatty() if wanted is None else wanted
+        self.width = 0
+
+    def show(self, told: Progress) -> None:
+        """Rewrite the line."""
+        if not self.shown:
+            return
+        elbo, elbo_se, which = told.elbo, told.elbo_se, ""
+        if np.ndim(elbo):
+            best = int(np.argmax(np.nan_to_num(elbo, nan=-np.inf)))
+            elbo, elbo_se, which = elbo[best], elbo_se[best], f" (best of {len(told.elbo)})"
+        rate = told.step / max(told.seconds, 1e-9)
+        text = (
+            f"step {told.step}/{told.num_steps}  ELBO {elbo:.4f} ± {elbo_se:.4f}{which}  "
+            f"step size {told.step_size:.2g}  {rate:.0f} steps/s"
+        )
+        self.stream.write("\r" + text.ljust(self.width))
+        self.stream.flush()
+        self.width = len(text)
+
+    def close(self) -> None:
+        """End the line."""
+        if self.shown and self.width:
+            self.stream.write("\n")
+            self.stream.flush()

@@ -1,0 +1,56 @@
+"""What can go wrong, each with a sentence of advice.
+
+A `Status` is a value inside a compiled program as well as outside: it may be returned from `jit`,
+batched by `vmap`, compared with `==` and, where it is one run's, printed with `describe`.
+"""
+
+import equinox as eqx
+import jax.numpy as jnp
+
+
+class Status(eqx.Enumeration):
+    """The outcome of a step or of a fit; `Status[item]` is its sentence."""
+
+    ok = "Finished without trouble."
+    nonfinite = (
+        "The log density or its gradient was nan or infinite at the points sampled, so the step was "
+        "refused and the family kept. Check the log density's support, or start from a narrower "
+        "family (`Gaussian.from_covariance(mean, 1e-2 * covariance)`)."
+    )
+    left_set = (
+        "The step of the original rule left the set of valid parameters (a precision would not be "
+        "positive definite), so the family was kept. Use a smaller step size, or `improved_step`, "
+        "which cannot leave the set."
+    )
+    refused_steps = (
+        "More than a tenth of the steps were refused because the log density or its gradient was "
+        "nan or infinite there; the rest were taken. Look at the support of the log density."
+    )
+    inaccurate = (
+        "The covariance became too ill-conditioned for this precision: the stored log-determinant "
+        "no longer agrees with the factor. Enable float64 "
+        '(`jax.config.update("jax_enable_x64", True)`), or rescale the parameters.'
+    )
+    diverged = (
+        "The fit moved away from the target: its ELBO is not finite. Use a smaller step size, "
+        "`trust_region=True`, or a start nearer to the posterior."
+    )
+    not_converged = (
+        "The gradient did not become small within the given number of steps. Give it more steps "
+        "(`num_steps=`) or a smaller step size."
+    )
+    interrupted = (
+        "Interrupted from the keyboard; this is the best approximation reached. Pass `state=` of "
+        "this posterior to `fit` to go on."
+    )
+
+
+def describe(status: Status) -> str:
+    """Name and sentence of one run's status, for messages and tables."""
+    for name, item in Status._name_to_item.items():
+        if bool(jnp.all(status == item)):
+            return f"{name}: {Status[item]}"
+    raise ValueError(
+        f"`describe(status)` needs the status of one run, but got {status}. Index the posterior "
+        "first: `posterior[0].status`."
+    )

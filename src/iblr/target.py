@@ -1,0 +1,237 @@
+"""What is to be approximated: a log density, perhaps a sum over data, checked before use.
+
+    log p(z) = ( log_density(z)  or  (N / B) log_likelihood(z, batch) + log prior(z) ) / temperature
+
+A prior given as a function is sampled with the rest; one given as a family is integrated exactly.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key, PyTree
+
+from iblr.structure import Structure
+
+FlatFunction = Callable[[Float[Array, " d"]], Float[Array, ""]]
+
+
+class Target(eqx.Module):
+    """An unnormalised log density over points of the family's structure.
+
+    Args:
+        log_density: log density of one point, up to a constant; or, instead,
+        log_likelihood: `log_likelihood(z, batch)`, the *sum* of the log likelihood over the rows
+            of a batch of `data` (`log_likelihood(z)` where there is no `data`).
+        data: pytree of arrays with one leading axis of length N.
+        batch_size: rows B in a minibatch, drawn on the device at every step; the likelihood is
+            scaled by N / B. None takes all rows.
+        replacement: draw the rows of a minibatch with replacement.
+        prior: a function `log_prior(z)`, or a family, whose term is then exact. With a full
+            `Gaussian` approximation an exact prior costs O(d^3) a step; pass `prior=p.log_prob` to
+            have it sampled at O(M d^2).
+        temperature: fit p(z)^(1/temperature).
+
+    Example:
+        >>> import iblr, jax, jax.numpy as jnp
+        >>> x, y = jnp.array([[1.0], [2.0], [-1.0]]), jnp.array([1.0, 1.0, -1.0])
+        >>> target = iblr.Target(
+        ...     log_likelihood=lambda w, rows: jax.nn.log_sigmoid(rows[1] * (rows[0] @ w)).sum(),
+        ...     data=(x, y), batch_size=2, prior=iblr.Gaussian.standard(1))
+        >>> target.num_data
+        3
+    """
+
+    log_density: Callable | None
+    log_likelihood: Callable | None
+    data: PyTree
+    prior: Any
+    temperature: Float[Array, ""]
+    batch_size: int | None = eqx.field(static=True)
+    replacement: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        log_density: Callable | None = None,
+        *,
+        log_likelihood: Callable | None = None,
+        data: PyTree = None,
+        batch_size: int | None = None,
+        replacement: bool = False,
+        prior: Any = None,
+        temperature: float = 1.0,
+    ):
+        if (log_density is None) == (log_likelihood is None):
+            raise ValueError(
+                "`Target(...)` needs exactly one of `log_density` and `log_likelihood`, but got "
+                f"{'neither' if log_density is None else 'both'}."
+            )
+        for name, function in (("log_density", log_density), ("log_likelihood", log_likelihood)):
+            if function is not None and not callable(function):
+                raise ValueError(f"`Target({name}=...)` must be a function, but got {function!r}.")
+        if log_density is not None and (data is not None or prior is not None):
+            raise ValueError(
+                "`Target(log_density=...)` already holds its data and prior, but got `data` or "
+                "`prior` too. Pass `log_likelihood=` with them, or leave them out."
+            )
+        lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(data)}
+        if data is not None and (len(lengths) != 1 or lengths & {(), (0,)}):
+            raise ValueError(
+                "`Target(data=...)` needs arrays that share one leading axis of at least one row, "
+                f"but their shapes are {[jnp.shape(leaf) for leaf in jax.tree.leaves(data)]}."
+            )
+        num_data = lengths.pop()[0] if data is not None else None
+        if batch_size is not None and (
+            num_data is None or batch_size != int(batch_size) or not 1 <= batch_size <= num_data
+        ):
+            raise ValueError(
+                f"`Target(batch_size=...)` must be a whole number from 1 to the {num_data or 'no'} "
+                f"rows of `data`, but got {batch_size}."
+            )
+        if not temperature > 0:
+            raise ValueError(f"`Target(temperature=...)` must be positive, but got {temperature}.")
+        self.log_density, self.log_likelihood = log_density, log_likelihood
+        self.data = jax.tree.map(jnp.asarray, data)
+        self.prior, self.temperature = prior, jnp.asarray(temperature, jnp.result_type(float))
+        self.batch_size = None if batch_size is None else int(batch_size)
+        self.replacement = replacement
+
+    @property
+    def num_data(self) -> int | None:
+        """N, or None where there is no `data`."""
+        return None if self.data is None else jax.tree.leaves(self.data)[0].shape[0]
+
+    @property
+    def exact_prior(self) -> Any:
+        """The prior where it is a family, else None."""
+        return None if callable(self.prior) else self.prior
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether an evaluation depends on a minibatch."""
+        return self.batch_size is not None and self.batch_size < self.num_data
+
+    def batch(self, key: Key[Array, ""]) -> PyTree:
+        """A minibatch, or all data."""
+        if not self.is_stochastic:
+            return self.data
+        rows = jax.random.choice(key, self.num_data, (self.batch_size,), replace=self.replacement)
+        return jax.tree.map(lambda leaf: leaf[rows], self.data)
+
+    @property
+    def weight(self) -> Float[Array, ""]:
+        """What `log_density` or `log_likelihood` is multiplied by: (N / B) / temperature."""
+        return (self.num_data / self.batch_size if self.is_stochastic else 1.0) / self.temperature
+
+    def arguments(self, z: PyTree, batch: PyTree) -> tuple:
+        """What `log_density` or `log_likelihood` is called with."""
+        return (z,) if self.data is None else (z, batch)
+
+    def sampled(self, structure: Structure, batch: PyTree) -> FlatFunction:
+        """The part that must be sampled, as a function of a flat point: all but an exact prior."""
+        function = self.log_density or self.log_likelihood
+
+        def log_density(vector: Float[Array, " d"]) -> Float[Array, ""]:
+            z = structure.unravel(vector)
+            value = self.weight * function(*self.arguments(z, batch))
+            if callable(self.prior):
+                value = value + self.prior(z) / self.temperature
+            return value.astype(vector.dtype)
+
+        return log_density
+
+    def whole(self, structure: Structure, batch: PyTree) -> FlatFunction:
+        """The tempered log density of a flat point, the prior included."""
+        sampled = self.sampled(structure, batch)
+        if self.exact_prior is None:
+            return sampled
+
+        def log_density(vector: Float[Array, " d"]) -> Float[Array, ""]:
+            log_prior = self.exact_prior.log_prob(structure.unravel(vector))
+            return sampled(vector) + (log_prior / self.temperature).astype(vector.dtype)
+
+        return log_density
+
+    def check(self, structure: Structure, points: Float[Array, "n d"]) -> None:
+        """Raise `ValueError` unless the target can be fitted from `points`, the first a start."""
+        _check_prior(self, structure)
+        batch = self.batch(jax.random.key(0))
+        for name in ("log_density", "log_likelihood", "prior"):
+            function = getattr(self, name)
+            if callable(function):
+                rest = (batch,) if name == "log_likelihood" and self.data is not None else ()
+                _check_function(name, function, rest, structure, points)
+
+
+def as_target(target: Any, call: str) -> Target:
+    """A `Target` as it is, a log density wrapped."""
+    if isinstance(target, Target):
+        return target
+    if not callable(target):
+        raise ValueError(
+            f"`{call}(target, ...)` needs a log density or an `iblr.Target`, but got {target!r}."
+        )
+    return Target(target)
+
+
+def _check_prior(target: Target, structure: Structure) -> None:
+    prior = target.exact_prior
+    if prior is not None and getattr(prior, "structure", None) != structure:
+        raise ValueError(
+            "`Target(prior=...)` must be a function or a family over the same points as the "
+            f"approximation ({structure}), but got {prior!r}."
+        )
+
+
+def _check_function(
+    name: str, function: Callable, rest: tuple, structure: Structure, points: Float[Array, "n d"]
+) -> None:
+    flat = lambda vector: function(structure.unravel(vector), *rest)  # noqa: E731
+    start = points[0]
+    shown = ", ".join(str(shape) for shape in structure.shapes)
+    called = f"`{name}` called with " + (
+        f"an array of shape {shown}" if structure.is_flat else f"a pytree of shapes {shown}"
+    )
+    try:
+        out = jax.eval_shape(flat, start)
+    except Exception as error:
+        raise ValueError(
+            f"{called} raised {type(error).__name__}: {error}\nCheck that the family has the "
+            "dimension the function expects, and that the function uses `jax.numpy` only."
+        ) from error
+    if not isinstance(out, jax.ShapeDtypeStruct) or out.shape != ():
+        got = f"shape {out.shape}" if isinstance(out, jax.ShapeDtypeStruct) else f"{type(out)}"
+        raise ValueError(
+            f"{called} must return a scalar, but returned {got}. Sum the terms: `.sum()`."
+        )
+    if not jnp.issubdtype(out.dtype, jnp.floating):
+        raise ValueError(
+            f"{called} is not differentiable: it returned {out.dtype}. Return a real number."
+        )
+    try:
+        values, gradients = jax.vmap(jax.value_and_grad(flat))(points)
+    except Exception as error:
+        raise ValueError(
+            f"{called} is not differentiable: {type(error).__name__}: {error}\nReplace the "
+            "operation by one that JAX differentiates, or give it a `jax.custom_vjp`."
+        ) from error
+    _check_values(called, values, gradients)
+
+
+def _check_values(called: str, values: Float[Array, " n"], gradients: Float[Array, "n d"]) -> None:
+    finite = jnp.isfinite(values) & jnp.isfinite(gradients).all(axis=1)
+    if not bool(finite[0]) or not bool(finite.any()):
+        value_is_finite = bool(jnp.isfinite(values[0]))
+        what = "its gradient is nan or infinite" if value_is_finite else f"it returned {values[0]}"
+        raise ValueError(
+            f"{called} is not finite at the start: {what}. Start the family inside the support, or "
+            "reparameterise so that every point is allowed."
+        )
+    flat = bool((gradients[finite] == 0).all()) and bool(jnp.ptp(values[finite]) > 0)
+    if flat:
+        raise ValueError(
+            f"{called} is not differentiable: it varies, but its gradient is zero everywhere it was "
+            "tried. Remove rounding, comparisons or `stop_gradient` from it."
+        )
