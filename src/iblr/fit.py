@@ -218,9 +218,7 @@ def fit(
     try:
         while history.step < num_steps and not stopped:
             span = jnp.asarray([history.step, num_steps], jnp.int32)
-            after, report = _chunk(
-                state, span, target, options, chunk_size, elbo_draws, batched
-            )
+            after, report = _chunk(state, span, target, options, chunk_size, elbo_draws, batched)
             state = jax.block_until_ready(after)
             done = min(history.step + chunk_size, num_steps)
             t = float(step_size(done - 1) if callable(step_size) else step_size)

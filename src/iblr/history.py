@@ -76,7 +76,12 @@ class History:
         return bool(self.stuck.all())
 
     def posterior(
-        self, family: AbstractFamily, state: Any, interrupted: bool, num_gradients: int, seconds: float
+        self,
+        family: AbstractFamily,
+        state: Any,
+        interrupted: bool,
+        num_gradients: int,
+        seconds: float,
     ) -> Posterior:
         """The result: the last family, or the best one where the run did not end well."""
         diverged = ~np.isfinite(self.elbo) & (len(self.rows) > 0)

@@ -36,7 +36,9 @@ class Prediction(NamedTuple):
                 f"`interval(probability)` must be between 0 and 1, but got {probability}."
             )
         tail = 0.5 * (1 - probability)
-        ends = (jax.tree.map(lambda x: jnp.quantile(x, p, axis=0), self.draws) for p in (tail, 1 - tail))
+        ends = (
+            jax.tree.map(lambda x: jnp.quantile(x, p, axis=0), self.draws) for p in (tail, 1 - tail)
+        )
         lower, upper = ends
         return lower, upper
 
@@ -84,7 +86,9 @@ class Posterior(eqx.Module):
         if not -len(self) <= run < len(self):
             raise IndexError(f"run {run} of a batch of {len(self)}")
         one = lambda tree: jax.tree.map(lambda x: x[run], tree)  # noqa: E731
-        trace = Trace(self.trace.step, *(column[:, run] for column in self.trace[1:3]), self.trace[3])
+        trace = Trace(
+            self.trace.step, *(column[:, run] for column in self.trace[1:3]), self.trace[3]
+        )
         return Posterior(
             family=one(self.family),
             elbo=self.elbo[run],
@@ -178,7 +182,9 @@ class Posterior(eqx.Module):
     def summary(self, *, rows: int = 20) -> str:
         """A table in plain words: the fit, then mean, spread and 90 % interval of each parameter."""
         if self.is_batch:
-            runs = [f"run {i}: ELBO {_elbo_words(self[i])}; {self[i].message}" for i in range(len(self))]
+            runs = [
+                f"run {i}: ELBO {_elbo_words(self[i])}; {self[i].message}" for i in range(len(self))
+            ]
             return "\n".join([f"{len(self)} runs of {_words(self)}", *runs])
         mean = np.asarray(self.family.mean)
         sd = np.asarray(self.family.standard_deviations)
@@ -200,7 +206,9 @@ class Posterior(eqx.Module):
 def _words(posterior: Posterior) -> str:
     family = posterior.family
     counts = f"{posterior.num_steps} steps, {posterior.num_gradients} gradients"
-    text = f"{type(family).__name__} over {family.dim} parameters, {counts}, {posterior.seconds:.1f} s"
+    text = (
+        f"{type(family).__name__} over {family.dim} parameters, {counts}, {posterior.seconds:.1f} s"
+    )
     refused, limited = int(np.sum(posterior.refused)), int(np.sum(posterior.limited))
     if refused:
         text += f", {refused} steps refused"

@@ -81,7 +81,9 @@ class Structure(eqx.Module):
 
     def labels(self) -> list[str]:
         """A name for every scalar: `z[3]`, or the path of its leaf and its index."""
-        shells = jax.tree.unflatten(self.treedef, [jax.ShapeDtypeStruct(s, float) for s in self.shapes])
+        shells = jax.tree.unflatten(
+            self.treedef, [jax.ShapeDtypeStruct(s, float) for s in self.shapes]
+        )
         names = []
         for path, leaf in jax.tree.leaves_with_path(shells):
             stem = jax.tree_util.keystr(path, simple=True, separator=".") or "z"
