@@ -230,10 +230,9 @@ class AbstractGaussian(AbstractFamily):
             radius = jnp.sqrt(jnp.asarray(self.dim, step.dtype))
             mean_shrunk = radius / jnp.maximum(length, radius)
             step = mean_shrunk * step
+        finite = all_finite(spectrum.values, spectrum.rest, step, t_curvature)
         if new_metric:
             step = scaling.apply(spectrum, scaling.apply(spectrum, step))
-
-        finite = all_finite(spectrum.values, spectrum.rest, step, t_curvature)
         inside = all_finite(scaling.values, scaling.rest)
         family, moved = self.rescaled(spectrum, scaling, step, finite & inside)
         status = Status.where(

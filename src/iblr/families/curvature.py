@@ -129,7 +129,7 @@ def improved(power: float) -> Multiplier:
 
 def original(power: float) -> Multiplier:
     """The rule without the curvature term; nan where the step leaves the set."""
-    return lambda x: (1 - power * x) ** (-0.5 / power)
+    return lambda x: jnp.where(power * x < 1, 1 - power * x, jnp.nan) ** (-0.5 / power)
 
 
 def geodesic(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -162,5 +162,7 @@ def scale(spectrum: Spectrum, t: Float[Array, ""], m: Multiplier, trust_region: 
     values, others = m(x), m(rest)
     outside = (values < bound) | (values > 1 / bound)
     limited = outside.sum() + spectrum.rest_dim * ((others < bound) | (others > 1 / bound))
-    clip = lambda value: jnp.clip(value, bound, 1 / bound)  # noqa: E731
-    return Scaling(clip(values), clip(others), limited.astype(jnp.int32), factor)
+    values, others = (jnp.clip(value, bound, 1 / bound) for value in (values, others))
+    if spectrum.rest_dim == 0:
+        others = jnp.exp(jnp.log(values).mean())  # any value will do; this one rounds least
+    return Scaling(values, others, limited.astype(jnp.int32), factor)

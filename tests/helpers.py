@@ -1,0 +1,136 @@
+"""What the contract tests share: the table of families, and NumPy's view of a member."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+import iblr
+
+# With fixed seeds nothing here is random; by chance one z-score in 150 000 would be larger.
+LARGEST_Z = 4.5
+
+
+class Case(NamedTuple):
+    """One family of the table: `make(key)` is a random member over points of `dim` scalars."""
+
+    name: str
+    make: Callable[[Any], Any]
+    dim: int
+
+
+def _flat(vector):
+    return jnp.asarray(vector, float)
+
+
+def _tree(vector):
+    """Seven numbers as a pytree, in the order in which the leaves are laid out."""
+    vector = jnp.asarray(vector, float)
+    return {"bias": vector[0], "weights": (vector[1:3], vector[3:].reshape(2, 2))}
+
+
+def _random_arrays(key, dim):
+    """A vector and a matrix of standard normals, and a rotation that is not the identity."""
+    seed = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+    rotation = np.linalg.qr(seed.normal(size=(dim, dim)))[0]
+    return seed.normal(size=dim), seed.normal(size=(dim, dim)), rotation
+
+
+def _gaussian(dim, layout=_flat):
+    def make(key):
+        mean, root, rotation = _random_arrays(key, dim)
+        covariance = root @ root.T / dim + 0.3 * np.eye(dim)
+        q = iblr.Gaussian.from_covariance(layout(2 * mean), jnp.asarray(covariance, float))
+        # Any root of the covariance is allowed, so take one that is not triangular.
+        return iblr.Gaussian(q.mean, _flat(rotation) @ q.factor, q.log_det, q.structure)
+
+    return make
+
+
+def _diagonal(dim, layout=_flat):
+    def make(key):
+        mean, root, _ = _random_arrays(key, dim)
+        return iblr.DiagonalGaussian.from_variances(layout(2 * mean), layout(0.2 + root[0] ** 2))
+
+    return make
+
+
+FAMILIES = [
+    Case("gaussian-1", _gaussian(1), 1),
+    Case("gaussian-3", _gaussian(3), 3),
+    Case("gaussian-7", _gaussian(7), 7),
+    Case("gaussian-tree", _gaussian(7, _tree), 7),
+    Case("diagonal-1", _diagonal(1), 1),
+    Case("diagonal-3", _diagonal(3), 3),
+    Case("diagonal-7", _diagonal(7), 7),
+    Case("diagonal-tree", _diagonal(7, _tree), 7),
+]
+
+every_family = pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
+
+
+def members(case, *seeds):
+    """One member of the family for every seed."""
+    return [case.make(jax.random.key(seed)) for seed in seeds]
+
+
+def stacked(trees):
+    """Pytrees of one structure as one, with a new first axis."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+class Moments(NamedTuple):
+    """A Gaussian in NumPy's float64."""
+
+    mean: np.ndarray
+    root: np.ndarray
+    covariance: np.ndarray
+
+
+def moments(q) -> Moments:
+    """Mean, root A and covariance A'A of a Gaussian, computed outside JAX from its parameters."""
+    is_full = isinstance(q, iblr.Gaussian)
+    root = np.asarray(q.factor, float) if is_full else np.diag(np.asarray(q.scale, float))
+    return Moments(np.asarray(q.mean, float), root, root.T @ root)
+
+
+def close(actual, expected, dtype, units=100):
+    """Equal up to `units` roundings of the largest entry expected, or of one if that is larger."""
+    actual, expected = np.asarray(actual, float), np.asarray(expected, float)
+    assert actual.shape == expected.shape
+    scale = max(1.0, float(np.abs(expected).max()))
+    np.testing.assert_allclose(
+        actual, expected, rtol=0, atol=units * float(jnp.finfo(dtype).eps) * scale
+    )
+
+
+def z_scores(samples, expected, rounding=0.0):
+    """How many standard errors the mean over the first axis is from what was expected.
+
+    `rounding` is forgiven, for entries that do not vary.
+    """
+    samples = np.asarray(samples, float)
+    error = samples.std(axis=0, ddof=1) / np.sqrt(len(samples))
+    distance = np.maximum(np.abs(samples.mean(axis=0) - expected) - rounding, 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(distance > 0, distance / error, 0.0)
+
+
+def agrees(samples, expected, rounding=0.0):
+    """Whether the mean over the first axis is what was expected, within Monte Carlo error."""
+    return bool(np.all(z_scores(samples, expected, rounding) < LARGEST_Z))
+
+
+@contextlib.contextmanager
+def no_type_hook() -> Iterator[None]:
+    """The library as its users have it, without the types being checked: its own errors show."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
