@@ -118,7 +118,7 @@ def z_scores(samples, expected, rounding=0.0):
     error = samples.std(axis=0, ddof=1) / np.sqrt(len(samples))
     distance = np.maximum(np.abs(samples.mean(axis=0) - expected) - rounding, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(distance > 0, distance / error, 0.0)
+        return np.where(distance == 0, 0.0, distance / error)
 
 
 def agrees(samples, expected, rounding=0.0):

@@ -4,24 +4,40 @@
 Positive-Definite Constraint in the Bayesian Learning Rule", ICML 2020 ([LSK20] in the docstrings).
 """
 
-from iblr import datasets as datasets, geometry as geometry
+from iblr import datasets as datasets
+from iblr import geometry as geometry
 from iblr.diagnostics import elbo as elbo
 from iblr.estimators import (
     AtMean as AtMean,
+)
+from iblr.estimators import (
     Hess as Hess,
+)
+from iblr.estimators import (
     Rep as Rep,
+)
+from iblr.estimators import (
     Secant as Secant,
+)
+from iblr.estimators import (
     Stl as Stl,
 )
 from iblr.families.curvature import Parameterisation as Parameterisation
 from iblr.families.diagonal import DiagonalGaussian as DiagonalGaussian
 from iblr.families.gaussian import Gaussian as Gaussian
-from iblr.fit import FitError as FitError, fit as fit, init as init, step as step
+from iblr.fit import FitError as FitError
+from iblr.fit import fit as fit
+from iblr.fit import init as init
+from iblr.fit import step as step
 from iblr.laplace import laplace as laplace
 from iblr.posterior import Posterior as Posterior
 from iblr.rule import (
     geodesic_step as geodesic_step,
+)
+from iblr.rule import (
     improved_step as improved_step,
+)
+from iblr.rule import (
     natural_gradient_step as natural_gradient_step,
 )
 from iblr.status import Status as Status

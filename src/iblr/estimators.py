@@ -5,7 +5,7 @@ works in whitened coordinates. Rows: noise E, draws Z = mu + E A, gradients W of
 the draws, whitened Y = W A'. What differs is the whitened natural gradient Ghat of the precision:
 
     Rep     I - sym(E'Y) / M                         the paper's "-rep", eq. gauss_cov_rep
-    Stl     -sym(E'D) / P,  D = Y - E                grad of b = lbar + log q, eq. mog_cov_rep at K = 1
+    Stl     -sym(E'D) / P,  D = Y - E                grad of lbar + log q, eq. mog_cov_rep at K = 1
     Secant  -K,  the smallest symmetric K, K E' = D'
     Hess    I - A E[hess lbar] A'                    the paper's "-hess", eq. gauss_cov_hess
     AtMean  I - A hess lbar(mu) A'                   the online Newton method, section 3.1
@@ -13,6 +13,7 @@ the draws, whitened Y = W A'. What differs is the whitened natural gradient Ghat
 
 import abc
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -32,9 +33,7 @@ class AbstractEstimator(eqx.Module):
         """Evaluations of the target's gradient in one call."""
 
     @abc.abstractmethod
-    def __call__(
-        self, family: AbstractGaussian, target: Target, key: Key[Array, ""]
-    ) -> GaussianTangent:
+    def __call__(self, family: Any, target: Target, key: Key[Array, ""]) -> Any:
         """The natural gradient of the negative ELBO at `family`."""
 
 
@@ -203,7 +202,7 @@ def _gradients(
 def _differences(
     function: FlatFunction, family: AbstractGaussian, E: Float[Array, "P d"]
 ) -> tuple[Float[Array, " d"], Float[Array, " d"], Float[Array, "P d"]]:
-    """Mean gradient, the same whitened, and D: (H - I) E in whitened coordinates for a quadratic."""
+    """Mean gradient, the same whitened, and D, which is E (H - I) whitened for a quadratic."""
     X = family.colour(E)
     W = -jax.vmap(jax.grad(function))(jnp.concatenate([family.mean + X, family.mean - X]))
     up, down = W[: len(E)], W[len(E) :]

@@ -28,7 +28,7 @@ CHUNK = 100
 ELBO_DRAWS = 200
 REFRESH_UP_TO = 2048
 
-Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
+Schedule = Callable[[Any], Any]
 
 
 def default_step_size(step: ArrayLike) -> Float[Array, ""]:
@@ -201,9 +201,8 @@ def fit(
     target = as_target(target, "fit")
     _check_options(step_size, num_steps, momentum, chunk_size, elbo_draws)
     batched = _check_key(family, key)
-    if state is None:
-        state = _start(family, key, batched)
-    _preflight(target, state.family, key, batched)
+    now: State = _start(family, key, batched) if state is None else state
+    _preflight(target, now.family, key, batched)
     estimator = Stl() if estimator is None else estimator
     options = {
         "estimator": estimator,
@@ -212,21 +211,19 @@ def fit(
         "trust_region": trust_region,
         "rule": rule,
     }
-    history = History(state.family, int(jnp.max(state.step)), batched)
+    history = History(now.family, int(jnp.max(now.step)), batched)
     line = ProgressLine(progress)
     interrupted = stopped = False
     try:
         while history.step < num_steps and not stopped:
             span = jnp.asarray([history.step, num_steps], jnp.int32)
-            after, report = _chunk(state, span, target, options, chunk_size, elbo_draws, batched)
-            state = jax.block_until_ready(after)
+            after, report = _chunk(now, span, target, options, chunk_size, elbo_draws, batched)
+            now = jax.block_until_ready(after)
             done = min(history.step + chunk_size, num_steps)
-            t = float(step_size(done - 1) if callable(step_size) else step_size)
-            history.add(done, t, report, state.family)
+            t = float(jnp.asarray(step_size(done - 1) if callable(step_size) else step_size))
+            history.add(done, t, report, now.family)
             seconds = time.perf_counter() - started
-            told = Progress(
-                done, num_steps, history.elbo, history.elbo_se, t, state.family, seconds
-            )
+            told = Progress(done, num_steps, history.elbo, history.elbo_se, t, now.family, seconds)
             line.show(told)
             stopped = bool(callback(told)) if callback is not None else False
             stopped = stopped or history.hopeless
@@ -236,7 +233,7 @@ def fit(
         line.close()
     num_gradients = (history.step - history.first_step) * estimator.num_gradients
     seconds = time.perf_counter() - started
-    posterior = history.posterior(state.family, state, interrupted, num_gradients, seconds)
+    posterior = history.posterior(now.family, now, interrupted, num_gradients, seconds)
     return _raise_if_failed(posterior) if throw else posterior
 
 
@@ -301,7 +298,9 @@ def _check_options(
     chunk_size: int,
     elbo_draws: int,
 ) -> None:
-    if not callable(step_size) and not (jnp.shape(step_size) == () and 0 < step_size < jnp.inf):
+    if not callable(step_size) and not (
+        jnp.shape(step_size) == () and 0 < float(jnp.asarray(step_size)) < jnp.inf
+    ):
         raise ValueError(
             "`fit(step_size=...)` must be a positive number or a schedule of the step index, but "
             f"got {step_size!r}."

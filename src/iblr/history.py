@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
 
 from iblr.families.base import AbstractFamily
 from iblr.posterior import Posterior, Trace
@@ -17,14 +16,14 @@ LARGEST_SHARE_REFUSED = 0.1
 
 
 class Report(NamedTuple):
-    """What one chunk of steps found, on the device (one a run)."""
+    """What one chunk of steps found, each a scalar a run."""
 
-    elbo: Float[Array, ""]
-    elbo_se: Float[Array, ""]
-    refused: Int[Array, ""]
-    left_set: Int[Array, ""]
-    limited: Int[Array, ""]
-    drift: Float[Array, ""]
+    elbo: Any
+    elbo_se: Any
+    refused: Any
+    left_set: Any
+    limited: Any
+    drift: Any
 
 
 class Progress(NamedTuple):
@@ -32,8 +31,8 @@ class Progress(NamedTuple):
 
     step: int
     num_steps: int
-    elbo: np.ndarray
-    elbo_se: np.ndarray
+    elbo: Any
+    elbo_se: Any
     step_size: float
     family: AbstractFamily
     seconds: float
@@ -45,7 +44,7 @@ class History:
     def __init__(self, family: AbstractFamily, first_step: int, batched: bool):
         runs = jax.tree.leaves(family)[0].shape[:1] if batched else ()
         self.first_step = self.step = first_step
-        self.rows: list[tuple[int, np.ndarray, np.ndarray, float]] = []
+        self.rows: list[tuple[int, Any, Any, float]] = []
         self.refused = self.left_set = self.limited = np.zeros(runs, int)
         self.stuck = self.inaccurate = np.zeros(runs, bool)
         self.best_elbo = np.full(runs, -np.inf)
@@ -108,8 +107,8 @@ class History:
             trace=Trace(*(np.array(column) for column in zip(*self.rows, strict=True)))
             if self.rows
             else Trace(*(np.zeros(0) for _ in Trace._fields)),
-            refused=self.refused,
-            limited=self.limited,
+            refused=np.asarray(self.refused),
+            limited=np.asarray(self.limited),
             num_steps=self.step,
             num_gradients=num_gradients,
             seconds=seconds,
@@ -117,7 +116,7 @@ class History:
         )
 
 
-def _choose(first: np.ndarray, a: AbstractFamily, b: AbstractFamily) -> AbstractFamily:
+def _choose(first: np.ndarray | np.bool, a: AbstractFamily, b: AbstractFamily) -> AbstractFamily:
     """`a` for the runs in `first`, `b` for the others."""
     if first.all():
         return a

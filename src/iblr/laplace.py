@@ -9,12 +9,11 @@ import dataclasses
 from collections.abc import Callable
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from iblr.estimators import AtMean
-from iblr.families.base import AbstractFamily
+from iblr.families.abstract_gaussian import AbstractGaussian
 from iblr.fit import FitError, fit
 from iblr.posterior import Posterior
 from iblr.status import Status
@@ -25,7 +24,7 @@ CHUNK = 10
 
 def laplace(
     target: Target | Callable,
-    family: AbstractFamily,
+    family: AbstractGaussian,
     *,
     key: Key[Array, ""],
     num_steps: int = 1000,
@@ -85,8 +84,7 @@ def laplace(
 
 
 @eqx.filter_jit
-def _residual(family: AbstractFamily, target: Target, key: Key[Array, ""]) -> Float[Array, ""]:
+def _residual(family: AbstractGaussian, target: Target, key: Key[Array, ""]) -> Float[Array, ""]:
     """Squared length of the whitened natural gradient."""
     tangent = AtMean()(family, target, key)
-    curvature = jax.tree.leaves(tangent.curvature)[0]
-    return jnp.sum(tangent.whitened**2) + jnp.sum(curvature**2)
+    return jnp.sum(tangent.whitened**2) + jnp.sum(tangent.curvature.spectrum().values ** 2)

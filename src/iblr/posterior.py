@@ -36,11 +36,10 @@ class Prediction(NamedTuple):
                 f"`interval(probability)` must be between 0 and 1, but got {probability}."
             )
         tail = 0.5 * (1 - probability)
-        ends = (
-            jax.tree.map(lambda x: jnp.quantile(x, p, axis=0), self.draws) for p in (tail, 1 - tail)
+        ends = jax.tree.map(
+            lambda x: jnp.quantile(x, jnp.array([tail, 1 - tail]), axis=0), self.draws
         )
-        lower, upper = ends
-        return lower, upper
+        return jax.tree.map(lambda x: x[0], ends), jax.tree.map(lambda x: x[1], ends)
 
 
 class Posterior(eqx.Module):
@@ -86,8 +85,9 @@ class Posterior(eqx.Module):
         if not -len(self) <= run < len(self):
             raise IndexError(f"run {run} of a batch of {len(self)}")
         one = lambda tree: jax.tree.map(lambda x: x[run], tree)  # noqa: E731
+        history = self.trace
         trace = Trace(
-            self.trace.step, *(column[:, run] for column in self.trace[1:3]), self.trace[3]
+            history.step, history.elbo[:, run], history.elbo_se[:, run], history.step_size
         )
         return Posterior(
             family=one(self.family),
@@ -95,8 +95,8 @@ class Posterior(eqx.Module):
             elbo_se=self.elbo_se[run],
             status=one(self.status),
             trace=trace,
-            refused=self.refused[run],
-            limited=self.limited[run],
+            refused=np.asarray(self.refused[run]),
+            limited=np.asarray(self.limited[run]),
             num_steps=self.num_steps,
             num_gradients=self.num_gradients,
             seconds=self.seconds,
@@ -148,7 +148,7 @@ class Posterior(eqx.Module):
         return jax.vmap(lambda q, key: q.sample(key, num))(self.family, keys)
 
     def log_prob(self, z: PyTree) -> Float[Array, "*batch"]:
-        """log q at points stacked along leading axes; in a batch, the first axis is the run's."""
+        """Log density of q at stacked points; in a batch, the first axis is the run's."""
         if not self.is_batch:
             return self.family.log_prob(z)
         return jax.vmap(lambda q, z: q.log_prob(z))(self.family, z)
@@ -180,7 +180,7 @@ class Posterior(eqx.Module):
         )
 
     def summary(self, *, rows: int = 20) -> str:
-        """A table in plain words: the fit, then mean, spread and 90 % interval of each parameter."""
+        """A table in plain words: the fit, then mean, sd and 90 % interval of each parameter."""
         if self.is_batch:
             runs = [
                 f"run {i}: ELBO {_elbo_words(self[i])}; {self[i].message}" for i in range(len(self))

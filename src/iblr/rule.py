@@ -4,8 +4,8 @@ The improved rule steps along the natural gradient and corrects by the curvature
 
     lambda_i <- lambda_i - t ghat_i - (t^2/2) Gamma_i[ghat_i, ghat_i]         [LSK20] eq. our_iblr
 
-the second-order expansion of the block geodesic, and stays in the set at any step size. The original
-rule (eq. blr) drops the last term; the geodesic keeps all terms.
+the second-order expansion of the block geodesic, and stays in the set at any step size. The
+original rule (eq. blr) drops the last term; the geodesic keeps all terms.
 """
 
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def improved_step(
     Example:
         >>> import iblr, jax, jax.numpy as jnp
         >>> q = iblr.Gaussian.standard(2)
-        >>> target = iblr.Target(lambda z: 4.0 * (z**2).sum())      # no posterior: it curves upwards
+        >>> target = iblr.Target(lambda z: 4.0 * (z**2).sum())      # it curves upwards
         >>> tangent = iblr.Hess()(q, target, jax.random.key(0))
         >>> q, info = iblr.improved_step(q, tangent, 1.0)
         >>> bool(jnp.linalg.eigvalsh(q.precision)[0] > 0)

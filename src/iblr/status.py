@@ -13,9 +13,9 @@ class Status(eqx.Enumeration):
 
     ok = "Finished without trouble."
     nonfinite = (
-        "The log density or its gradient was nan or infinite at the points sampled, so the step was "
-        "refused and the family kept. Check the log density's support, or start from a narrower "
-        "family (`Gaussian.from_covariance(mean, 1e-2 * covariance)`)."
+        "The log density or its gradient was nan or infinite at the points sampled, so the step "
+        "was refused and the family kept. Check the log density's support, or start from a "
+        "narrower family (`Gaussian.from_covariance(mean, 1e-2 * covariance)`)."
     )
     left_set = (
         "The step of the original rule left the set of valid parameters (a precision would not be "

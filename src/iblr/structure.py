@@ -36,7 +36,7 @@ class Structure(eqx.Module):
             if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
                 raise ValueError(
                     f"`standard(like=...)` needs floating-point leaves, but the one at "
-                    f"{jax.tree_util.keystr(path) or 'the root'} has dtype {jnp.result_type(leaf)}. "
+                    f"{jax.tree_util.keystr(path) or 'the root'} is {jnp.result_type(leaf)}. "
                     "Convert it, or leave it out of the parameters."
                 )
         return Structure(treedef, tuple(jnp.shape(leaf) for leaf in leaves))

@@ -99,9 +99,9 @@ class Target(eqx.Module):
         self.replacement = replacement
 
     @property
-    def num_data(self) -> int | None:
-        """N, or None where there is no `data`."""
-        return None if self.data is None else jax.tree.leaves(self.data)[0].shape[0]
+    def num_data(self) -> int:
+        """N, the rows of `data`; 0 where there is none."""
+        return 0 if self.data is None else jax.tree.leaves(self.data)[0].shape[0]
 
     @property
     def exact_prior(self) -> Any:
@@ -117,13 +117,16 @@ class Target(eqx.Module):
         """A minibatch, or all data."""
         if not self.is_stochastic:
             return self.data
-        rows = jax.random.choice(key, self.num_data, (self.batch_size,), replace=self.replacement)
+        shape = (self.batch_size or self.num_data,)
+        rows = jax.random.choice(key, self.num_data, shape, replace=self.replacement)
         return jax.tree.map(lambda leaf: leaf[rows], self.data)
 
     @property
     def weight(self) -> Float[Array, ""]:
         """What `log_density` or `log_likelihood` is multiplied by: (N / B) / temperature."""
-        return (self.num_data / self.batch_size if self.is_stochastic else 1.0) / self.temperature
+        return (
+            self.num_data / (self.batch_size or self.num_data) if self.num_data else 1.0
+        ) / self.temperature
 
     def arguments(self, z: PyTree, batch: PyTree) -> tuple:
         """What `log_density` or `log_likelihood` is called with."""
@@ -131,13 +134,13 @@ class Target(eqx.Module):
 
     def sampled(self, structure: Structure, batch: PyTree) -> FlatFunction:
         """The part that must be sampled, as a function of a flat point: all but an exact prior."""
-        function = self.log_density or self.log_likelihood
+        function: Any = self.log_density or self.log_likelihood
 
         def log_density(vector: Float[Array, " d"]) -> Float[Array, ""]:
             z = structure.unravel(vector)
             value = self.weight * function(*self.arguments(z, batch))
             if callable(self.prior):
-                value = value + self.prior(z) / self.temperature
+                value = value + jnp.asarray(self.prior(z)) / self.temperature
             return value.astype(vector.dtype)
 
         return log_density
@@ -232,6 +235,6 @@ def _check_values(called: str, values: Float[Array, " n"], gradients: Float[Arra
     flat = bool((gradients[finite] == 0).all()) and bool(jnp.ptp(values[finite]) > 0)
     if flat:
         raise ValueError(
-            f"{called} is not differentiable: it varies, but its gradient is zero everywhere it was "
-            "tried. Remove rounding, comparisons or `stop_gradient` from it."
+            f"{called} is not differentiable: it varies, but its gradient is zero everywhere it "
+            "was tried. Remove rounding, comparisons or `stop_gradient` from it."
         )

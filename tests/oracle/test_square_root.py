@@ -3,11 +3,12 @@
 Every answer is checked in NumPy float64 from the stored factors, outside the compiled program.
 """
 
-import iblr
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import iblr
 from iblr.families.abstract_gaussian import GaussianTangent
 from iblr.families.curvature import Dense, LowRank, Parameterisation
 from iblr.linalg import gram_rows, householder_rows
@@ -183,7 +184,9 @@ def test_the_geodesic_is_the_matrix_exponential_with_the_corrected_sign(x64):
 
 def test_the_original_rule_equals_its_dense_form_and_says_when_it_leaves_the_set(x64):
     family = iblr.Gaussian.from_precision(jnp.ones(3), jnp.diag(jnp.array([1.0, 2.0, 3.0])))
-    tangent = iblr.Hess(2)(family, iblr.Target(lambda z: -(z**2) @ jnp.arange(1.0, 4.0)), jax.random.key(0))
+    tangent = iblr.Hess(2)(
+        family, iblr.Target(lambda z: -(z**2) @ jnp.arange(1.0, 4.0)), jax.random.key(0)
+    )
     after, info = iblr.natural_gradient_step(family, tangent, 0.3)
     S = np.asarray(family.precision)
     H, g = np.diag([2.0, 4.0, 6.0]), np.asarray(tangent.gradient)
@@ -249,7 +252,9 @@ def test_any_finite_input_keeps_the_precision_positive_definite(d, rank, kind, t
     assert np.all(np.asarray(info.status == iblr.Status.ok))
     A, B, mean, log_det = float64(cases[0], after.factor, after.mean, after.log_det)
     assert np.isfinite(B).all() and np.isfinite(mean).all()
-    change = B @ np.linalg.inv(A)  # new precision >= half the old one: no singular value above sqrt 2
+    change = B @ np.linalg.inv(
+        A
+    )  # new precision >= half the old one: no singular value above sqrt 2
     singular = np.linalg.svd(change, compute_uv=False)
     assert (singular**2).max() <= 2 / (1 - 1e-3)
     assert singular.min() > 0
@@ -268,7 +273,7 @@ def test_input_that_is_not_finite_is_refused_with_a_status(family_type, where, b
     tangent = GaussianTangent(gradient, gradient, family.low_rank(0.0, left, right))
     after, info = iblr.improved_step(family, tangent, bad if where == "step size" else 0.1)
     assert info.status == iblr.Status.nonfinite and info.refused
-    assert all(jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(family)))
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, after, family))
 
 
 @pytest.mark.parametrize("estimator", [iblr.Rep(3), iblr.Stl(3)])

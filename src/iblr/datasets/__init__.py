@@ -22,12 +22,12 @@ def murphy() -> Dataset:
         >>> iblr.datasets.murphy().x.shape
         (60, 2)
     """
-    with files(__package__).joinpath("murphy.csv").open() as lines:
+    with files("iblr.datasets").joinpath("murphy.csv").open() as lines:
         table = np.loadtxt(lines, delimiter=",", skiprows=1)
     return Dataset(
         table[:, :2],
         2 * table[:, 2] - 1,
-        "30 points of N((1, 5), I) labelled +1 and 30 of N((-5, 1), 4.84 I) labelled -1: the points "
-        "of the synthetic logistic-regression demonstration in Murphy's PMTK, as Lin, Schmidt & "
-        "Khan (2020) used them.",
+        "30 points of N((1, 5), I) labelled +1 and 30 of N((-5, 1), 4.84 I) labelled -1: the "
+        "synthetic logistic-regression demonstration in Murphy's PMTK, with the points that Lin, "
+        "Schmidt & Khan (2020) used.",
     )

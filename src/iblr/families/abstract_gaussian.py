@@ -10,7 +10,7 @@ scalar function of the spectrum that `curvature` explains.
 """
 
 import abc
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
@@ -40,8 +40,14 @@ class GaussianTangent(eqx.Module):
 class AbstractGaussian(AbstractFamily):
     """A Gaussian with some root of its covariance."""
 
-    mean: eqx.AbstractVar[Float[Array, " d"]]
-    log_det: eqx.AbstractVar[Float[Array, ""]]
+    if TYPE_CHECKING:
+
+        @property
+        def log_det(self) -> Float[Array, ""]:
+            """The log-determinant of the covariance, stored or computed."""
+            ...
+    else:
+        log_det: eqx.AbstractVar[Float[Array, ""]]
 
     # The root, in five verbs; vectors are rows.
 
@@ -109,16 +115,6 @@ class AbstractGaussian(AbstractFamily):
     def standard_deviations(self) -> Float[Array, " d"]:
         """The marginal standard deviations."""
         return jnp.sqrt(self.variances)
-
-    @property
-    @abc.abstractmethod
-    def covariance(self) -> Float[Array, "d d"]:
-        """Sigma."""
-
-    @property
-    @abc.abstractmethod
-    def precision(self) -> Float[Array, "d d"]:
-        """S = Sigma^-1."""
 
     @abc.abstractmethod
     def times_precision(self, row: Float[Array, " d"]) -> Float[Array, " d"]:

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from iblr.structure import Structure
@@ -55,14 +56,14 @@ def floating(*trees: Any) -> Any:
 
 def check_finite(call: str, name: str, value: Float[Array, "..."]) -> None:
     """Raise unless every entry is finite; silent on a traced array."""
-    if not isinstance(value, jax.core.Tracer) and not bool(jnp.isfinite(value).all()):
+    if not isinstance(value, Tracer) and not bool(jnp.isfinite(value).all()):
         raise ValueError(f"`{call}({name}=...)` must be finite, but it has nan or inf entries.")
 
 
 def check_positive(call: str, name: str, value: Float[Array, "..."]) -> None:
     """Raise unless every entry is positive and finite; silent on a traced array."""
     check_finite(call, name, value)
-    if not isinstance(value, jax.core.Tracer) and not bool((value > 0).all()):
+    if not isinstance(value, Tracer) and not bool((value > 0).all()):
         raise ValueError(
             f"`{call}({name}=...)` must be positive, but its smallest entry is {value.min():.3g}."
         )
@@ -71,7 +72,7 @@ def check_positive(call: str, name: str, value: Float[Array, "..."]) -> None:
 def cholesky(call: str, name: str, matrix: Float[Array, "d d"]) -> Float[Array, "d d"]:
     """The lower Cholesky factor of a matrix that must be symmetric and positive definite."""
     factor = jnp.linalg.cholesky(0.5 * (matrix + matrix.T))
-    if isinstance(matrix, jax.core.Tracer):
+    if isinstance(matrix, Tracer):
         return factor
     check_finite(call, name, matrix)
     asymmetry = float(jnp.abs(matrix - matrix.T).max())
@@ -83,8 +84,8 @@ def cholesky(call: str, name: str, matrix: Float[Array, "d d"]) -> Float[Array, 
     if not bool(jnp.isfinite(factor).all()):
         smallest = float(jnp.linalg.eigvalsh(matrix)[0])
         raise ValueError(
-            f"`{call}({name}=...)` needs a positive-definite matrix, but its smallest eigenvalue is "
-            f"{smallest:.3g}. Check the matrix, or add jitter: `m + 1e-6 * jnp.eye(d)`."
+            f"`{call}({name}=...)` needs a positive-definite matrix, but its smallest eigenvalue "
+            f"is {smallest:.3g}. Check the matrix, or add jitter: `m + 1e-6 * jnp.eye(d)`."
         )
     return factor
 

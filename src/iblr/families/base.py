@@ -40,6 +40,7 @@ class AbstractFamily(eqx.Module):
     """
 
     structure: eqx.AbstractVar[Structure]
+    mean: eqx.AbstractVar[Float[Array, " d"]]
 
     @property
     def dim(self) -> int:
@@ -50,6 +51,21 @@ class AbstractFamily(eqx.Module):
     @abc.abstractmethod
     def dtype(self) -> Any:
         """The floating-point type of the parameters."""
+
+    @property
+    @abc.abstractmethod
+    def standard_deviations(self) -> Float[Array, " d"]:
+        """The marginal standard deviations, flat."""
+
+    @property
+    @abc.abstractmethod
+    def covariance(self) -> Float[Array, "d d"]:
+        """The covariance of the flat point."""
+
+    @property
+    @abc.abstractmethod
+    def precision(self) -> Float[Array, "d d"]:
+        """The inverse of the covariance."""
 
     @abc.abstractmethod
     def sample(self, key: Key[Array, ""], num: int | None = None) -> PyTree:
@@ -103,6 +119,10 @@ class AbstractFamily(eqx.Module):
         self, tangent: Any, step_size: Float[Array, ""], curvature_step_size: Float[Array, ""]
     ) -> tuple["AbstractFamily", StepInfo]:
         """The exact geodesic of every block; see `iblr.geodesic_step`."""
+
+    @abc.abstractmethod
+    def with_gradient(self, tangent: Any, gradient: Float[Array, " d"]) -> Any:
+        """The tangent with another gradient in the mean: what momentum changes."""
 
     @abc.abstractmethod
     def refreshed(self) -> tuple["AbstractFamily", Float[Array, ""]]:

@@ -7,9 +7,9 @@ x of t Ghat, applied to the root:
 
     A <- m(t Ghat) A
 
-    improved rule        S <- S - tG + (t^2/2) G S^-1 G        m(x) = f(x)^(-1/2),  f(x) = 1 - x + x^2/2
-    original rule        S <- S - tG                           m(x) = (1 - x)^(-1/2), x < 1
-    block geodesic       S <- S^(1/2) exp(-t Ghat) S^(1/2)     m(x) = exp(x/2)
+    improved rule     S <- S - tG + (t^2/2) G S^-1 G       m(x) = f(x)^(-1/2), f(x) = 1 - x + x^2/2
+    original rule     S <- S - tG                          m(x) = (1 - x)^(-1/2), x < 1
+    block geodesic    S <- S^(1/2) exp(-t Ghat) S^(1/2)    m(x) = exp(x/2)
 
 In the parameter theta = S^p (p = 1 precision, -1 covariance, -1/2 standard deviation) the relative
 step is p x and the geodesic is again exponential, so that the rule of that parameterisation is
@@ -66,6 +66,10 @@ class LowRank(eqx.Module):
         half = 0.5 * (self.left.T @ self.right)
         return Dense(self.shift * jnp.eye(d, dtype=half.dtype) - half - half.T)
 
+    def diagonal(self) -> Float[Array, " d"]:
+        """The diagonal of the operator."""
+        return self.shift - jnp.sum(self.left * self.right, axis=0)
+
     def spectrum(self) -> Spectrum:
         """From a 2M-by-2M eigenproblem where 2M < d, from a d-by-d one otherwise."""
         M, d = self.left.shape
@@ -87,8 +91,12 @@ class Dense(eqx.Module):
     matrix: Float[Array, "d d"]
 
     def dense(self) -> "Dense":
-        """Itself."""
+        """The operator itself."""
         return self
+
+    def diagonal(self) -> Float[Array, " d"]:
+        """The diagonal of the matrix."""
+        return jnp.diagonal(self.matrix)
 
     def spectrum(self) -> Spectrum:
         """From a d-by-d eigenproblem."""
@@ -100,6 +108,14 @@ class Diagonal(eqx.Module):
     """Ghat of a Gaussian with a diagonal covariance."""
 
     values: Float[Array, " d"]
+
+    def dense(self) -> Dense:
+        """The same operator as a matrix."""
+        return Dense(jnp.diag(self.values))
+
+    def diagonal(self) -> Float[Array, " d"]:
+        """The entries."""
+        return self.values
 
     def spectrum(self) -> Spectrum:
         """The entries themselves."""

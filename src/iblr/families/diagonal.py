@@ -1,4 +1,4 @@
-"""Gaussian with a diagonal covariance, q(z) = prod_i N(z_i | mu_i, 1/s_i).    [LSK20] App. E.3
+"""Gaussian with a diagonal covariance, q(z) = prod_i N(z_i | mu_i, 1/s_i); [LSK20] App. E.3.
 
 2d blocks: every mu_i and every s_i > 0 on its own. The rule of `gaussian` holds entry by entry,
 
@@ -44,7 +44,9 @@ class DiagonalGaussian(AbstractGaussian):
         call = "DiagonalGaussian.standard"
         structure, dtype = arguments.start_structure(call, dim, like, dtype)
         d = structure.dim
-        return DiagonalGaussian(jnp.zeros(d, dtype), jnp.ones(d, dtype), structure)
+        return DiagonalGaussian(
+            mean=jnp.zeros(d, dtype), scale=jnp.ones(d, dtype), structure=structure
+        )
 
     @staticmethod
     def from_variances(mean: PyTree, variances: PyTree) -> "DiagonalGaussian":
@@ -53,7 +55,7 @@ class DiagonalGaussian(AbstractGaussian):
         mean, structure = arguments.flat_mean(call, mean, dtype)
         rows = structure.ravel(variances, f"{call}(variances=...)").astype(dtype)
         arguments.check_positive(call, "variances", rows)
-        return DiagonalGaussian(mean, jnp.sqrt(rows), structure)
+        return DiagonalGaussian(mean=mean, scale=jnp.sqrt(rows), structure=structure)
 
     def colour(self, rows: Float[Array, "M d"]) -> Float[Array, "M d"]:
         """Rows eps to eps sigma."""
@@ -79,7 +81,9 @@ class DiagonalGaussian(AbstractGaussian):
         scale = self.scale * scaling.values
         ok = ok & all_finite(mean, scale) & (scale > 0).all()
         family = DiagonalGaussian(
-            jnp.where(ok, mean, self.mean), jnp.where(ok, scale, self.scale), self.structure
+            mean=jnp.where(ok, mean, self.mean),
+            scale=jnp.where(ok, scale, self.scale),
+            structure=self.structure,
         )
         return family, ok
 
@@ -105,7 +109,7 @@ class DiagonalGaussian(AbstractGaussian):
     ) -> GaussianTangent:
         """Exact at O(d) where the prior is diagonal too."""
         gradient = weight * prior.times_precision(self.mean - prior.mean)
-        curvature = tangent.curvature.values - weight * self.scale**2 * prior.precision_diagonal
+        curvature = tangent.curvature.diagonal() - weight * self.scale**2 * prior.precision_diagonal
         return GaussianTangent(
             tangent.gradient + gradient,
             tangent.whitened + self.scale * gradient,
@@ -133,7 +137,7 @@ class DiagonalGaussian(AbstractGaussian):
         return jnp.diag(self.scale**-2)
 
     def times_precision(self, row: Float[Array, " d"]) -> Float[Array, " d"]:
-        """x / sigma^2."""
+        """The row over sigma^2."""
         return row / self.scale**2
 
     @property
@@ -153,7 +157,9 @@ class DiagonalGaussian(AbstractGaussian):
         """The distribution of the flat coordinates `indices`, in that order."""
         indices = arguments.check_indices("marginal", indices, self.dim)
         structure = Structure.flat(indices.size)
-        return DiagonalGaussian(self.mean[indices], self.scale[indices], structure)
+        return DiagonalGaussian(
+            mean=self.mean[indices], scale=self.scale[indices], structure=structure
+        )
 
     def conditional(self, indices: ArrayLike, values: ArrayLike) -> "DiagonalGaussian":
         """The distribution of the other flat coordinates, which the given ones do not change."""

@@ -1,4 +1,4 @@
-"""Full-covariance Gaussian q(z) = N(z | mu, S^-1) in square-root form.    [LSK20] App. E
+"""Full-covariance Gaussian q(z) = N(z | mu, S^-1) in square-root form; [LSK20] App. E.
 
 Block-coordinate natural parameters: mu and the precision S. With lbar = -log p(z, D),
 
@@ -16,6 +16,7 @@ which costs O(M d^2) and no Cholesky factor, no solve: Theorem 1 holds because f
 is free, since log|Sigma| changes by 2 sum log m + 2 (d - 2M) log c.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -45,7 +46,7 @@ class Gaussian(AbstractGaussian):
 
     mean: Float[Array, " d"]
     factor: Float[Array, "d d"]
-    log_det: Float[Array, ""]
+    log_det: Float[Array, ""]  # pyright: ignore[reportIncompatibleMethodOverride]
     structure: Structure
 
     @staticmethod
@@ -54,7 +55,10 @@ class Gaussian(AbstractGaussian):
         structure, dtype = arguments.start_structure("Gaussian.standard", dim, like, dtype)
         d = structure.dim
         return Gaussian(
-            jnp.zeros(d, dtype), jnp.eye(d, dtype=dtype), jnp.zeros((), dtype), structure
+            mean=jnp.zeros(d, dtype),
+            factor=jnp.eye(d, dtype=dtype),
+            log_det=jnp.zeros((), dtype),
+            structure=structure,
         )
 
     @staticmethod
@@ -64,7 +68,8 @@ class Gaussian(AbstractGaussian):
         mean, structure = arguments.flat_mean(call, mean, dtype)
         matrix = arguments.square(call, "covariance", covariance, structure.dim).astype(dtype)
         factor = arguments.cholesky(call, "covariance", matrix).T
-        return Gaussian(mean, factor, 2 * jnp.log(jnp.diagonal(factor)).sum(), structure)
+        log_det = 2 * jnp.log(jnp.diagonal(factor)).sum()
+        return Gaussian(mean=mean, factor=factor, log_det=log_det, structure=structure)
 
     @staticmethod
     def from_precision(mean: PyTree, precision: ArrayLike) -> "Gaussian":
@@ -75,7 +80,8 @@ class Gaussian(AbstractGaussian):
         L = arguments.cholesky(call, "precision", matrix)
         identity = jnp.eye(structure.dim, dtype=dtype)
         factor = jax.scipy.linalg.solve_triangular(L, identity, lower=True)
-        return Gaussian(mean, factor, -2 * jnp.log(jnp.diagonal(L)).sum(), structure)
+        log_det = -2 * jnp.log(jnp.diagonal(L)).sum()
+        return Gaussian(mean=mean, factor=factor, log_det=log_det, structure=structure)
 
     def colour(self, rows: Float[Array, "M d"]) -> Float[Array, "M d"]:
         """Rows eps to eps A."""
@@ -97,6 +103,7 @@ class Gaussian(AbstractGaussian):
         self, spectrum: Spectrum, scaling: Scaling, step: Float[Array, " d"], ok: Bool[Array, ""]
     ) -> tuple["Gaussian", Bool[Array, ""]]:
         """One pass over A for Q A and the step of the mean, one to write T A."""
+        assert spectrum.basis is not None
         basis = jnp.where(ok, spectrum.basis, 0)
         rows = self.colour(jnp.concatenate([basis, jnp.where(ok, step, 0)[None]]))
         mean = self.mean - rows[-1]
@@ -105,10 +112,10 @@ class Gaussian(AbstractGaussian):
         change = jnp.where(ok, (scaling.values - scaling.rest)[:, None] * rows[:-1], 0)
         growth = jnp.log(scaling.values).sum() + spectrum.rest_dim * jnp.log(scaling.rest)
         family = Gaussian(
-            jnp.where(ok, mean, self.mean),
-            rest * self.factor + basis.T @ change,
-            self.log_det + jnp.where(ok, 2 * growth, 0),
-            self.structure,
+            mean=jnp.where(ok, mean, self.mean),
+            factor=rest * self.factor + basis.T @ change,
+            log_det=self.log_det + jnp.where(ok, 2 * growth, 0),
+            structure=self.structure,
         )
         return family, ok
 
@@ -182,7 +189,7 @@ class Gaussian(AbstractGaussian):
     def refreshed(self) -> tuple["Gaussian", Float[Array, ""]]:
         """`log_det` recomputed from the factor, and how far it had drifted."""
         log_det = 2 * jnp.linalg.slogdet(self.factor)[1]
-        family = Gaussian(self.mean, self.factor, log_det, self.structure)
+        family = dataclasses.replace(self, log_det=log_det)
         return family, jnp.abs(log_det - self.log_det)
 
     def marginal(self, indices: ArrayLike) -> "Gaussian":
@@ -190,7 +197,10 @@ class Gaussian(AbstractGaussian):
         indices = arguments.check_indices("marginal", indices, self.dim)
         factor = jnp.linalg.qr(self.factor[:, indices], mode="r")
         log_det = 2 * jnp.log(jnp.abs(jnp.diagonal(factor))).sum()
-        return Gaussian(self.mean[indices], factor, log_det, Structure.flat(indices.size))
+        structure = Structure.flat(indices.size)
+        return Gaussian(
+            mean=self.mean[indices], factor=factor, log_det=log_det, structure=structure
+        )
 
     def conditional(self, indices: ArrayLike, values: ArrayLike) -> "Gaussian":
         """The distribution of the other flat coordinates, given those at `indices`.
@@ -204,8 +214,8 @@ class Gaussian(AbstractGaussian):
         noise = jnp.linalg.solve(R[:k].T, values - self.mean[indices])
         factor = rotated[k:]
         return Gaussian(
-            self.mean[others] + noise @ rotated[:k],
-            factor,
-            2 * jnp.linalg.slogdet(factor)[1],
-            Structure.flat(others.size),
+            mean=self.mean[others] + noise @ rotated[:k],
+            factor=factor,
+            log_det=2 * jnp.linalg.slogdet(factor)[1],
+            structure=Structure.flat(others.size),
         )

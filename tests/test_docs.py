@@ -1,0 +1,79 @@
+"""Every piece of Python in the documentation runs as it stands."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import iblr
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MODULES = ["iblr", *(m.name for m in pkgutil.walk_packages(iblr.__path__, prefix="iblr."))]
+BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
+
+
+def blocks(page):
+    """The code of every Python block, moved down to its own line, so that tracebacks point at it."""
+    text = page.read_text(encoding="utf-8")
+    for match in BLOCK.finditer(text):
+        yield "\n" * text.count("\n", 0, match.start(2)) + match.group(2)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs_in_order(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": f"page_{page.stem}"}
+    for code in blocks(page):
+        exec(compile(code, str(page), "exec"), namespace)
+    assert not list(tmp_path.iterdir()), f"{page.name} leaves files behind"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_block_of_a_page_is_overlooked(page):
+    text = page.read_text(encoding="utf-8")
+    fences = re.findall(r"^[ >]*```(.*)$", text, flags=re.MULTILINE)
+    assert len(fences) % 2 == 0
+    assert len(list(blocks(page))) == sum("py" in fence.lower() for fence in fences)
+
+
+class Finder(doctest.DocTestFinder):
+    """Finds the docstrings of decorated functions too, whose globals are the decorator's."""
+
+    def _from_module(self, module, object):
+        return getattr(object, "__module__", None) == module.__name__
+
+
+def doctests(module):
+    """The examples in the docstrings of a module, by name."""
+    return [test for test in Finder().find(module) if test.examples]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_in_docstrings_give_what_they_say(name):
+    module = importlib.import_module(name)
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    tests = doctests(module)
+    # An example in a docstring that doctest did not find would look like one that passed.
+    written = len(re.findall(r"^ *>>> ", source, flags=re.MULTILINE))
+    assert sum(len(test.examples) for test in tests) == written
+    runner = doctest.DocTestRunner(
+        optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.FAIL_FAST
+    )
+    report = []
+    for test in tests:
+        runner.run(test, out=report.append)
+    assert runner.failures == 0, "".join(report)
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs_and_draws(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(ROOT / "examples" / "quickstart.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "ELBO" in said and "3.3076" in said
+    assert (tmp_path / "quickstart.png").stat().st_size > 10_000
