@@ -103,7 +103,8 @@ def step_error(estimator: Any, rows: int, d: int, t: float) -> tuple[float, floa
     root = jnp.asarray(np.linalg.cholesky(covariance).T, jnp.float32)
     mean = jnp.asarray(rng.normal(size=d), jnp.float32)
     log_det = jnp.asarray(np.linalg.slogdet(covariance)[1], jnp.float32)
-    start = iblr.Gaussian(mean, root, log_det, iblr.Gaussian.standard(d).structure)
+    structure = iblr.Gaussian.standard(d).structure
+    start = iblr.Gaussian(mean=mean, factor=root, log_det=log_det, structure=structure)
     state, target = iblr.init(start, jax.random.key(1)), make_target(d)
     E = jax.random.normal(  # as the estimator draws it
         jax.random.split(jax.random.fold_in(state.key, state.step))[0], (rows, d), jnp.float32

@@ -12,6 +12,9 @@ Three programs take one step from q = N(mu, Sigma) towards the same target:
              solves. From the same start and noise it takes our step; this is checked first.
     Adam     `optax.adam` on mu and a lower triangular L with Sigma = L L', stored as a full matrix:
              gradients of the ELBO by autodiff of log p(mu + L eps), the entropy sum log|diag L|.
+             Of several ways to write this step the fastest: it holds L' and cuts its gradient to
+             the triangle. `E @ jnp.tril(L).T` inside the ELBO gives the same numbers at up to 2.5
+             times the time.
 
 The treatment is the same for all: the same target through `jax.grad`, the same noise
 (`jax.random.normal`, one key folded with the step index), the same number of gradients a step
@@ -172,14 +175,14 @@ def make_adam(d: int, estimator: Any, dtype: Any) -> tuple[AdamState, Step]:
     )
 
     def neg_elbo(parameters, E):
-        mean, L = parameters
-        z = points(estimator, mean, E @ jnp.tril(L).T)
-        return -log_density(z).mean() - jnp.log(jnp.abs(jnp.diagonal(L))).sum()
+        mean, R = parameters  # R = L'
+        z = points(estimator, mean, E @ R)
+        return -log_density(z).mean() - jnp.log(jnp.abs(jnp.diagonal(R))).sum()
 
     def step(state):
         E = draw(state.key, state.step, rows, d, dtype)
-        gradient = jax.grad(neg_elbo)(state.parameters, E)
-        updates, moments = adam.update(gradient, state.moments)
+        of_mean, of_R = jax.grad(neg_elbo)(state.parameters, E)
+        updates, moments = adam.update((of_mean, jnp.triu(of_R)), state.moments)
         parameters = optax.apply_updates(state.parameters, updates)
         return AdamState(parameters, moments, state.step + 1, state.key)
 
@@ -308,7 +311,7 @@ class Bar(NamedTuple):
         what = f"{self.what:<58} {'>=' if self.at_least else '<='} {self.limit:<5g}"
         if self.value is None:
             return f"{what}          not measured"
-        return f"{what} {self.value:8.2f} {'FAIL' if self.missed else 'PASS'}"
+        return f"{what} {self.value:8.3f} {'FAIL' if self.missed else 'PASS'}"
 
 
 def bars(rows: dict[tuple[str, str, int], Row]) -> list[Bar]:

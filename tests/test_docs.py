@@ -18,7 +18,7 @@ BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTA
 
 
 def blocks(page):
-    """The code of every Python block, moved down to its own line, so that tracebacks point at it."""
+    """The code of every Python block, at its own line, so that tracebacks point at it."""
     text = page.read_text(encoding="utf-8")
     for match in BLOCK.finditer(text):
         yield "\n" * text.count("\n", 0, match.start(2)) + match.group(2)

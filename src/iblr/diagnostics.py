@@ -33,6 +33,8 @@ def elbo(target: Target, family: AbstractFamily, key: Key[Array, ""], *, draws: 
         1.838
     """
     target = as_target(target, "elbo")
+    if draws < 2:
+        raise ValueError(f"`elbo(draws=...)` must be at least 2, but got {draws}.")
     draw_key, batch_key = jax.random.split(key)
     rows, log_q = family.sample_with_log_prob(draw_key, draws)
 

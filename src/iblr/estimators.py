@@ -196,7 +196,13 @@ def _noise(family: AbstractGaussian, key: Key[Array, ""], rows: int) -> Float[Ar
 def _gradients(
     function: FlatFunction, family: AbstractGaussian, noise: Float[Array, "M d"]
 ) -> Float[Array, "M d"]:
-    return -jax.vmap(jax.grad(function))(family.mean + family.colour(noise))
+    return _slopes(function, family.mean + family.colour(noise))
+
+
+def _slopes(function: FlatFunction, Z: Float[Array, "M d"]) -> Float[Array, "M d"]:
+    """Gradients of minus the log density; nan where the log density itself is not finite."""
+    values, gradients = jax.vmap(jax.value_and_grad(function))(Z)
+    return jnp.where(jnp.isfinite(values)[:, None], -gradients, jnp.nan)
 
 
 def _differences(
@@ -204,7 +210,7 @@ def _differences(
 ) -> tuple[Float[Array, " d"], Float[Array, " d"], Float[Array, "P d"]]:
     """Mean gradient, the same whitened, and D, which is E (H - I) whitened for a quadratic."""
     X = family.colour(E)
-    W = -jax.vmap(jax.grad(function))(jnp.concatenate([family.mean + X, family.mean - X]))
+    W = _slopes(function, jnp.concatenate([family.mean + X, family.mean - X]))
     up, down = W[: len(E)], W[len(E) :]
     gradient = 0.5 * (up + down).mean(0)
     Y = family.whiten(jnp.concatenate([0.5 * (up - down), gradient[None]]))
@@ -217,7 +223,7 @@ def _newton(
     hessian: Callable[[Float[Array, " d"]], Float[Array, "d d"]],
     Z: Float[Array, "M d"],
 ) -> GaussianTangent:
-    gradient = -jax.vmap(jax.grad(function))(Z).mean(0)
+    gradient = _slopes(function, Z).mean(0)
     curvature = family.from_hessian(-jax.lax.map(hessian, Z).mean(0))
     return GaussianTangent(gradient, family.whiten(gradient[None])[0], curvature)
 

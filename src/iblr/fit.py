@@ -200,8 +200,14 @@ def fit(
     started = time.perf_counter()
     target = as_target(target, "fit")
     _check_options(step_size, num_steps, momentum, chunk_size, elbo_draws)
+    _check_method(estimator, rule, trust_region)
     batched = _check_key(family, key)
     now: State = _start(family, key, batched) if state is None else state
+    if int(jnp.max(now.step)) >= num_steps:
+        raise ValueError(
+            f"`fit(state=..., num_steps=...)` counts steps from the start of the state's run, "
+            f"which has taken {int(jnp.max(now.step))} of {num_steps}. Pass a larger `num_steps`."
+        )
     _preflight(target, now.family, key, batched)
     estimator = Stl() if estimator is None else estimator
     options = {
@@ -289,6 +295,19 @@ def _check_key(family: AbstractFamily, key: Key[Array, "*runs"]) -> bool:
             f"{key.shape}. Pass one key a start: `jax.random.split(key, {family.mean.shape[0]})`."
         )
     return key.ndim == 1
+
+
+def _check_method(estimator: Any, rule: Callable, trust_region: bool) -> None:
+    if estimator is not None and not isinstance(estimator, AbstractEstimator):
+        raise ValueError(
+            f"`fit(estimator=...)` needs an estimator such as `iblr.Stl(pairs=8)`, but got "
+            f"{estimator!r}."
+        )
+    if trust_region and rule is not improved_step:
+        raise ValueError(
+            "`fit(trust_region=True)` belongs to the improved rule, but got another `rule=`. Leave "
+            "one of the two out."
+        )
 
 
 def _check_options(

@@ -47,7 +47,7 @@ class History:
         self.rows: list[tuple[int, Any, Any, float]] = []
         self.refused = self.left_set = self.limited = np.zeros(runs, int)
         self.stuck = self.inaccurate = np.zeros(runs, bool)
-        self.best_elbo = np.full(runs, -np.inf)
+        self.best_elbo, self.best_elbo_se = np.full(runs, -np.inf), np.full(runs, np.nan)
         self.best_family = family
         self.elbo = self.elbo_se = np.full(runs, np.nan)
 
@@ -64,6 +64,7 @@ class History:
         self.inaccurate = self.inaccurate | ~(report.drift <= LARGEST_DRIFT)
         better = np.nan_to_num(report.elbo, nan=-np.inf, posinf=-np.inf) > self.best_elbo
         self.best_elbo = np.where(better, report.elbo, self.best_elbo)
+        self.best_elbo_se = np.where(better, report.elbo_se, self.best_elbo_se)
         if better.all():
             self.best_family = family
         elif better.any():
@@ -88,7 +89,7 @@ class History:
         fell_back = failed & np.isfinite(self.best_elbo)
         often_refused = self.refused > LARGEST_SHARE_REFUSED * (self.step - self.first_step)
         found = [
-            (self.stuck, Status.nonfinite),
+            (self.stuck | (diverged & often_refused), Status.nonfinite),
             (diverged, Status.diverged),
             (self.inaccurate, Status.inaccurate),
             (np.full_like(self.stuck, interrupted), Status.interrupted),
@@ -102,7 +103,7 @@ class History:
         return Posterior(
             family=_choose(fell_back, self.best_family, family),
             elbo=jnp.asarray(np.where(fell_back, self.best_elbo, self.elbo)),
-            elbo_se=jnp.asarray(self.elbo_se),
+            elbo_se=jnp.asarray(np.where(fell_back, self.best_elbo_se, self.elbo_se)),
             status=status,
             trace=Trace(*(np.array(column) for column in zip(*self.rows, strict=True)))
             if self.rows

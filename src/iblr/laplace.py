@@ -55,6 +55,8 @@ def laplace(
         >>> posterior = iblr.fit(rosenbrock, start.family, key=jax.random.key(1), num_steps=200)
     """
     target = as_target(target, "laplace")
+    if jnp.ndim(key) != 0:
+        raise ValueError(f"`laplace(key=...)` takes one key, but got shape {jnp.shape(key)}.")
     residual = jnp.asarray(jnp.inf)
 
     def converged(told) -> bool:

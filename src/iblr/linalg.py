@@ -1,16 +1,25 @@
-"""Two pieces of dense linear algebra that the Gaussian families stand on."""
+"""The dense linear algebra that the Gaussian families stand on."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float
 
+# Float32 products in full: accelerators would round their inputs to fewer bits by default.
+matmul = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
 _WELL_CONDITIONED = 0.03
 _UNTHREADED_LAPACK = 9000
+_FUSED_RANK = 4
 
 
-def orthonormal_rows(rows: Float[Array, "r d"]) -> Float[Array, "r d"]:
-    """An orthonormal basis of a space that contains the given rows, r <= d, in any precision.
+def orthonormal_rows(
+    rows: Float[Array, "r d"],
+) -> tuple[Float[Array, "r d"], Float[Array, "r r"]]:
+    """An orthonormal basis whose span contains the rows, r <= d, and their coordinates in it.
 
     Small problems take Householder's QR. Large ones take two rounds of Cholesky's QR on the Gram
     matrix of the normalised rows, which is nothing but matrix products and an r-by-r Cholesky
@@ -19,23 +28,65 @@ def orthonormal_rows(rows: Float[Array, "r d"]) -> Float[Array, "r d"]:
     """
     if rows.size <= _UNTHREADED_LAPACK:
         return householder_rows(rows)
-    basis, pivot = gram_rows(rows)
-    return jax.lax.cond(pivot > _WELL_CONDITIONED, lambda: basis, lambda: householder_rows(rows))
+    return _gram_or_householder_rows(rows)
 
 
-def householder_rows(rows: Float[Array, "r d"]) -> Float[Array, "r d"]:
-    """Orthonormal rows by Householder reflections: right for every input, dependent rows too."""
-    return jnp.linalg.qr(rows.T)[0].T
+@custom_vmap
+def _gram_or_householder_rows(rows):
+    basis, coordinates, pivot = gram_rows(rows)
+    return jax.lax.cond(
+        pivot > _WELL_CONDITIONED,
+        lambda: (basis, coordinates),
+        lambda: householder_rows(rows),
+    )
 
 
-def gram_rows(rows: Float[Array, "r d"]) -> tuple[Float[Array, "r d"], Float[Array, ""]]:
-    """Orthonormal rows by Cholesky's QR, twice, and the smallest pivot of the first round."""
+@_gram_or_householder_rows.def_vmap
+def _batched_rows(axis_size, in_batched, rows):
+    """Householder alone: under `vmap` both branches of the `cond` would be computed."""
+    del axis_size, in_batched
+    return jax.vmap(householder_rows)(rows), (True, True)
+
+
+def householder_rows(
+    rows: Float[Array, "r d"],
+) -> tuple[Float[Array, "r d"], Float[Array, "r r"]]:
+    """By Householder reflections: right for every input, dependent rows too."""
+    Q, R = jnp.linalg.qr(rows.T)
+    return Q.T, R.T
+
+
+def gram_rows(
+    rows: Float[Array, "r d"],
+) -> tuple[Float[Array, "r d"], Float[Array, "r r"], Float[Array, ""]]:
+    """By Cholesky's QR, twice; also the smallest pivot of the first round, 0 if it failed."""
     largest = jnp.abs(rows).max(axis=1, keepdims=True)
-    rows = rows / jnp.where(largest > 0, largest, 1)  # first, so that no square overflows
-    rows = rows / jnp.maximum(jnp.linalg.norm(rows, axis=1, keepdims=True), 1)
+    largest = jnp.where(largest > 0, largest, 1)
+    rows = rows / largest  # first, so that no square overflows
+    lengths = jnp.maximum(jnp.linalg.norm(rows, axis=1, keepdims=True), 1)
+    rows = rows / lengths
+    first, rows = _cholesky_round(rows)
+    second, rows = _cholesky_round(rows)
+    pivot = jnp.nan_to_num(jnp.diagonal(first).min(), nan=0.0)
+    return rows, largest * lengths * matmul(first, second), pivot
+
+
+def _cholesky_round(
+    rows: Float[Array, "r d"],
+) -> tuple[Float[Array, "r r"], Float[Array, "r d"]]:
+    factor = jnp.linalg.cholesky(matmul(rows, rows.T))
     identity = jnp.eye(rows.shape[0], dtype=rows.dtype)
-    factor = jnp.linalg.cholesky(rows @ rows.T)
-    rows = solve_triangular(factor, identity, lower=True) @ rows
-    again = jnp.linalg.cholesky(rows @ rows.T)
-    rows = solve_triangular(again, identity, lower=True) @ rows
-    return rows, jnp.nan_to_num(jnp.diagonal(factor).min(), nan=0.0)
+    return factor, matmul(solve_triangular(factor, identity, lower=True), rows)
+
+
+def add_low_rank(
+    scale: Float[Array, ""],
+    matrix: Float[Array, "d d"],
+    left: Float[Array, "r d"],
+    right: Float[Array, "r d"],
+) -> Float[Array, "d d"]:
+    """`scale * matrix + left' right`; for a small rank in one pass, as a sum of outer products."""
+    if left.shape[0] > _FUSED_RANK:
+        return scale * matrix + matmul(left.T, right)
+    outer = [a[:, None] * b for a, b in zip(left, right, strict=True)]
+    return scale * matrix + sum(outer[1:], outer[0])

@@ -52,8 +52,8 @@ class Posterior(eqx.Module):
         trace: ELBO and step size after every chunk.
         refused: steps not taken because the target was not finite at the sampled points.
         limited: directions whose change was cut to what the precision can hold, over all steps.
-        num_steps: steps taken.
-        num_gradients: evaluations of the target's gradient by those steps.
+        num_steps: steps taken since the start, those before a resumption included.
+        num_gradients: evaluations of the target's gradient by this call of `fit`.
         seconds: wall-clock time of the fit, compilation included.
         state: what `fit(..., state=)` needs to go on.
     """
@@ -106,6 +106,8 @@ class Posterior(eqx.Module):
     @property
     def best(self) -> "Posterior":
         """The run of a batch with the highest finite ELBO among those that went well."""
+        if not self.is_batch:
+            return self
         good = (self.status == Status.ok) & jnp.isfinite(self.elbo)
         usable = good if bool(good.any()) else jnp.isfinite(self.elbo)
         return self[int(jnp.argmax(jnp.where(usable, self.elbo, -jnp.inf)))]
@@ -189,7 +191,7 @@ class Posterior(eqx.Module):
         mean = np.asarray(self.family.mean)
         sd = np.asarray(self.family.standard_deviations)
         labels = self.family.structure.labels()
-        width = max(len("parameter"), *(len(label) for label in labels[:rows]))
+        width = max(len(label) for label in ["parameter", *labels[:rows]])
         head = f"{'parameter':<{width}} {'mean':>11} {'sd':>11} {'5 %':>11} {'95 %':>11}"
         lines = [_words(self), f"ELBO {_elbo_words(self)} nats. {self.message}", "", head]
         for label, m, s in list(zip(labels, mean, sd, strict=True))[:rows]:

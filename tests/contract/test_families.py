@@ -244,9 +244,7 @@ def test_a_conditional_follows_the_schur_complement(case, dtype):
     c = q.conditional(indices, jnp.asarray(values))
     assert type(c) is type(q) and c.structure == Structure.flat(len(others)) and c.dtype == dtype
     close(c.mean, m[others] + gain @ (values - m[indices]), dtype)
-    close(
-        c.covariance, V[np.ix_(others, others)] - gain @ V[np.ix_(indices, others)], dtype
-    )
+    close(c.covariance, V[np.ix_(others, others)] - gain @ V[np.ix_(indices, others)], dtype)
     close(c.log_det, np.linalg.slogdet(moments(c).covariance)[1], dtype)
 
 
@@ -394,7 +392,13 @@ def test_a_float32_family_stays_float32_where_float64_is_enabled(name):
         key = jax.random.key(0)
         target = iblr.Target(log_likelihood=log_likelihood, prior=q, temperature=2.0)
         yield iblr.elbo(target, q, key, draws=20)
-        yield q.entropy(), q.kl(q), q.sample(key), q.sample_with_log_prob(key, 3), q.log_prob(q.mean)
+        yield (
+            q.entropy(),
+            q.kl(q),
+            q.sample(key),
+            q.sample_with_log_prob(key, 3),
+            q.log_prob(q.mean),
+        )
         for estimator in (iblr.Rep(2), iblr.Stl(2), iblr.Secant(2), iblr.Hess(2), iblr.AtMean()):
             tangent = estimator(q, target, key)
             yield tangent

@@ -111,8 +111,8 @@ def test_householder_gram_and_dense_paths_agree(d, rank, shift, dtype):
     rows = jnp.concatenate([left, right])
     spectra = [
         operator.spectrum(),
-        operator.spectrum_in(householder_rows(rows)),
-        operator.spectrum_in(gram_rows(rows)[0]),
+        operator.spectrum_in(*householder_rows(rows)),
+        operator.spectrum_in(*gram_rows(rows)[:2]),
         operator.dense().spectrum(),
     ]
     for spectrum in spectra:

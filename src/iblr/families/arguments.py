@@ -1,5 +1,6 @@
 """Checks of what a user passes to a family's constructors: a `ValueError` that names the call."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -101,7 +102,7 @@ def square(call: str, name: str, matrix: ArrayLike, dim: int) -> Float[Array, "d
     return matrix
 
 
-def check_indices(call: str, indices: ArrayLike, dim: int) -> np.ndarray:
+def check_indices(call: str, indices: ArrayLike | Sequence[int], dim: int) -> np.ndarray:
     """Distinct coordinates of a flat point, in any order."""
     indices = np.atleast_1d(np.asarray(indices))
     valid = indices.ndim == 1 and indices.size and np.issubdtype(indices.dtype, np.integer)
@@ -114,10 +115,13 @@ def check_indices(call: str, indices: ArrayLike, dim: int) -> np.ndarray:
 
 
 def split_indices(
-    indices: ArrayLike, values: ArrayLike, dim: int
+    indices: ArrayLike | Sequence[int], values: ArrayLike | Sequence[float], dim: int
 ) -> tuple[np.ndarray, np.ndarray, Float[Array, " k"]]:
     """The coordinates that `conditional` fixes, those it leaves free, and the fixed values."""
-    indices, values = check_indices("conditional", indices, dim), jnp.atleast_1d(values)
+    indices, values = (
+        check_indices("conditional", indices, dim),
+        jnp.atleast_1d(jnp.asarray(values)),
+    )
     if values.shape != indices.shape:
         raise ValueError(
             f"`conditional(indices, values)` needs one value an index, but got shapes "

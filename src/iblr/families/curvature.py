@@ -25,7 +25,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from iblr.linalg import orthonormal_rows
+from iblr.linalg import matmul, orthonormal_rows
 
 Multiplier = Callable[[Float[Array, "..."]], Float[Array, "..."]]
 
@@ -63,7 +63,7 @@ class LowRank(eqx.Module):
     def dense(self) -> "Dense":
         """The same operator as a matrix."""
         d = self.left.shape[1]
-        half = 0.5 * (self.left.T @ self.right)
+        half = 0.5 * matmul(self.left.T, self.right)
         return Dense(self.shift * jnp.eye(d, dtype=half.dtype) - half - half.T)
 
     def diagonal(self) -> Float[Array, " d"]:
@@ -75,14 +75,14 @@ class LowRank(eqx.Module):
         M, d = self.left.shape
         if 2 * M >= d:
             return self.dense().spectrum()
-        return self.spectrum_in(orthonormal_rows(jnp.concatenate([self.left, self.right])))
+        return self.spectrum_in(*orthonormal_rows(jnp.concatenate([self.left, self.right])))
 
-    def spectrum_in(self, basis: Float[Array, "r d"]) -> Spectrum:
-        """The spectrum, given orthonormal rows whose span contains `left` and `right`."""
-        half = 0.5 * (self.left @ basis.T).T @ (self.right @ basis.T)
+    def spectrum_in(self, basis: Float[Array, "r d"], rows: Float[Array, "r r"]) -> Spectrum:
+        """The spectrum, given orthonormal rows and the coordinates of `left`, `right` in them."""
+        M, d = self.left.shape
+        half = 0.5 * matmul(rows[:M].T, rows[M:])
         values, vectors = jnp.linalg.eigh(half + half.T)
-        d = self.left.shape[1]
-        return Spectrum(vectors.T @ basis, self.shift - values, self.shift, d - basis.shape[0])
+        return Spectrum(matmul(vectors.T, basis), self.shift - values, self.shift, d - 2 * M)
 
 
 class Dense(eqx.Module):
@@ -134,8 +134,8 @@ class Scaling(NamedTuple):
         """m(Ghat) applied to one vector."""
         if spectrum.basis is None:
             return self.values * row
-        along = spectrum.basis @ row
-        return self.rest * row + ((self.values - self.rest) * along) @ spectrum.basis
+        along = matmul(spectrum.basis, row)
+        return self.rest * row + matmul((self.values - self.rest) * along, spectrum.basis)
 
 
 def improved(power: float) -> Multiplier:

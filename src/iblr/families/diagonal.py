@@ -7,6 +7,7 @@
 and in the square-root form sigma_i <- sigma_i f(t ghat_i)^(-1/2) with ghat = sigma^2 g.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -153,7 +154,7 @@ class DiagonalGaussian(AbstractGaussian):
         """Itself: nothing derived is stored."""
         return self, jnp.zeros((), self.scale.dtype)
 
-    def marginal(self, indices: ArrayLike) -> "DiagonalGaussian":
+    def marginal(self, indices: ArrayLike | Sequence[int]) -> "DiagonalGaussian":
         """The distribution of the flat coordinates `indices`, in that order."""
         indices = arguments.check_indices("marginal", indices, self.dim)
         structure = Structure.flat(indices.size)
@@ -161,7 +162,9 @@ class DiagonalGaussian(AbstractGaussian):
             mean=self.mean[indices], scale=self.scale[indices], structure=structure
         )
 
-    def conditional(self, indices: ArrayLike, values: ArrayLike) -> "DiagonalGaussian":
+    def conditional(
+        self, indices: ArrayLike | Sequence[int], values: ArrayLike | Sequence[float]
+    ) -> "DiagonalGaussian":
         """The distribution of the other flat coordinates, which the given ones do not change."""
         _, others, _ = arguments.split_indices(indices, values, self.dim)
         return self.marginal(others)

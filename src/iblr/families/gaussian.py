@@ -17,6 +17,7 @@ is free, since log|Sigma| changes by 2 sum log m + 2 (d - 2M) log c.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
 from iblr.families import arguments
 from iblr.families.abstract_gaussian import AbstractGaussian, GaussianTangent, all_finite
 from iblr.families.curvature import Dense, LowRank, Scaling, Spectrum
+from iblr.linalg import add_low_rank, matmul
 from iblr.structure import Structure
 
 
@@ -85,11 +87,11 @@ class Gaussian(AbstractGaussian):
 
     def colour(self, rows: Float[Array, "M d"]) -> Float[Array, "M d"]:
         """Rows eps to eps A."""
-        return rows @ self.factor
+        return matmul(rows, self.factor)
 
     def whiten(self, rows: Float[Array, "M d"]) -> Float[Array, "M d"]:
         """Rows w to w A'."""
-        return rows @ self.factor.T
+        return matmul(rows, self.factor.T)
 
     def standardise(self, rows: Float[Array, "M d"]) -> Float[Array, "M d"]:
         """Rows x to x A^-1, by a solve."""
@@ -110,10 +112,12 @@ class Gaussian(AbstractGaussian):
         ok = ok & all_finite(rows, mean)
         rest = jnp.where(ok, scaling.rest, 1)
         change = jnp.where(ok, (scaling.values - scaling.rest)[:, None] * rows[:-1], 0)
-        growth = jnp.log(scaling.values).sum() + spectrum.rest_dim * jnp.log(scaling.rest)
+        squared = jnp.sum(basis**2, axis=1)  # 1 but for rounding, which would add up over steps
+        along = scaling.rest + (scaling.values - scaling.rest) * squared
+        growth = jnp.log(along).sum() + spectrum.rest_dim * jnp.log(scaling.rest)
         family = Gaussian(
             mean=jnp.where(ok, mean, self.mean),
-            factor=rest * self.factor + basis.T @ change,
+            factor=add_low_rank(rest, self.factor, basis, change),
             log_det=self.log_det + jnp.where(ok, 2 * growth, 0),
             structure=self.structure,
         )
@@ -133,13 +137,13 @@ class Gaussian(AbstractGaussian):
         As rho -> 0, K is the symmetric matrix of smallest Frobenius norm with K E' = D'.
         """
         P, d = noise.shape
-        gram = noise @ noise.T + ridge * max(d, P) * jnp.eye(P, dtype=noise.dtype)
+        gram = matmul(noise, noise.T) + ridge * max(d, P) * jnp.eye(P, dtype=noise.dtype)
         left = jnp.linalg.solve(gram, noise)
-        return self.low_rank(0.0, left, 2 * change - (change @ noise.T) @ left)
+        return self.low_rank(0.0, left, 2 * change - matmul(matmul(change, noise.T), left))
 
     def from_hessian(self, hessian: Float[Array, "d d"]) -> Dense:
         """I - A H A', made symmetric."""
-        whitened = self.factor @ hessian @ self.factor.T
+        whitened = matmul(matmul(self.factor, hessian), self.factor.T)
         identity = jnp.eye(self.dim, dtype=whitened.dtype)
         return Dense(identity - 0.5 * (whitened + whitened.T))
 
@@ -149,7 +153,7 @@ class Gaussian(AbstractGaussian):
         """The exact prior is not of low rank, so the result is dense: O(d^3) a step."""
         gradient = weight * prior.times_precision(self.mean - prior.mean)
         relative = prior.standardise(self.factor)
-        curvature = tangent.curvature.dense().matrix - weight * relative @ relative.T
+        curvature = tangent.curvature.dense().matrix - weight * matmul(relative, relative.T)
         return GaussianTangent(
             tangent.gradient + gradient,
             tangent.whitened + self.whiten(gradient[None])[0],
@@ -164,13 +168,13 @@ class Gaussian(AbstractGaussian):
     @property
     def covariance(self) -> Float[Array, "d d"]:
         """Sigma = A'A."""
-        return self.factor.T @ self.factor
+        return matmul(self.factor.T, self.factor)
 
     @property
     def precision(self) -> Float[Array, "d d"]:
         """S = A^-1 A^-T."""
         inverse = self.standardise(jnp.eye(self.dim, dtype=self.factor.dtype))
-        return inverse @ inverse.T
+        return matmul(inverse, inverse.T)
 
     def times_precision(self, row: Float[Array, " d"]) -> Float[Array, " d"]:
         """S x, by two solves."""
@@ -192,7 +196,7 @@ class Gaussian(AbstractGaussian):
         family = dataclasses.replace(self, log_det=log_det)
         return family, jnp.abs(log_det - self.log_det)
 
-    def marginal(self, indices: ArrayLike) -> "Gaussian":
+    def marginal(self, indices: ArrayLike | Sequence[int]) -> "Gaussian":
         """The distribution of the flat coordinates `indices`, in that order."""
         indices = arguments.check_indices("marginal", indices, self.dim)
         factor = jnp.linalg.qr(self.factor[:, indices], mode="r")
@@ -202,7 +206,9 @@ class Gaussian(AbstractGaussian):
             mean=self.mean[indices], factor=factor, log_det=log_det, structure=structure
         )
 
-    def conditional(self, indices: ArrayLike, values: ArrayLike) -> "Gaussian":
+    def conditional(
+        self, indices: ArrayLike | Sequence[int], values: ArrayLike | Sequence[float]
+    ) -> "Gaussian":
         """The distribution of the other flat coordinates, given those at `indices`.
 
         With A_I = Q R, the rows of Q'A below R are a root of the conditional covariance.
@@ -210,11 +216,11 @@ class Gaussian(AbstractGaussian):
         indices, others, values = arguments.split_indices(indices, values, self.dim)
         k = indices.size
         Q, R = jnp.linalg.qr(self.factor[:, indices], mode="complete")
-        rotated = Q.T @ self.factor[:, others]
+        rotated = matmul(Q.T, self.factor[:, others])
         noise = jnp.linalg.solve(R[:k].T, values - self.mean[indices])
         factor = rotated[k:]
         return Gaussian(
-            mean=self.mean[others] + noise @ rotated[:k],
+            mean=self.mean[others] + matmul(noise, rotated[:k]),
             factor=factor,
             log_det=2 * jnp.linalg.slogdet(factor)[1],
             structure=Structure.flat(others.size),

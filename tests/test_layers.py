@@ -1,0 +1,115 @@
+"""Imports go one way: a module of `iblr` imports only what stands before it in ORDER."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "iblr"
+
+ORDER = [
+    "iblr.status",
+    "iblr.structure",
+    "iblr.linalg",
+    "iblr.geometry",
+    "iblr.datasets",
+    "iblr.target",
+    "iblr.families",
+    "iblr.families.curvature",
+    "iblr.families.base",
+    "iblr.families.arguments",
+    "iblr.families.abstract_gaussian",
+    "iblr.families.gaussian",
+    "iblr.families.diagonal",
+    "iblr.estimators",
+    "iblr.rule",
+    "iblr.diagnostics",
+    "iblr.posterior",
+    "iblr.history",
+    "iblr.fit",
+    "iblr.laplace",
+    "iblr",
+]
+
+
+def module_name(path, source=SOURCE):
+    """`families/base.py` is `iblr.families.base`, a package's `__init__.py` the package."""
+    parts = path.relative_to(source).with_suffix("").parts
+    return ".".join(["iblr", *(part for part in parts if part != "__init__")])
+
+
+MODULES = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def imports(name, code, modules):
+    """Modules of the package that the code of module `name` imports, wherever in it, and how."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}:{node.lineno} imports relatively; write it out"
+            below = [f"{node.module}.{alias.name}" for alias in node.names]
+            found = [full if full in modules else node.module for full in below]
+        else:
+            continue
+        yield from ((node.lineno, other) for other in found if other.split(".")[0] == "iblr")
+
+
+def upward_edges(name, code, order):
+    """Imports of `name` from its own layer or from one above."""
+    place = {module: index for index, module in enumerate(order)}
+    return [
+        f"{name}:{line} imports {other}"
+        for line, other in imports(name, code, order)
+        if place[other] >= place[name]
+    ]
+
+
+def test_every_module_has_its_place_in_the_order():
+    assert sorted(MODULES) == sorted(ORDER), "put a new module into ORDER, where its imports allow"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_imports_only_from_before_it(name):
+    assert upward_edges(name, MODULES[name].read_text(encoding="utf-8"), ORDER) == []
+
+
+def test_the_modules_do_import_one_another():
+    edges = {
+        (name, other)
+        for name, path in MODULES.items()
+        for _, other in imports(name, path.read_text(encoding="utf-8"), ORDER)
+    }
+    assert ("iblr.fit", "iblr.target") in edges
+    assert ("iblr.families.gaussian", "iblr.families.arguments") in edges
+    assert ("iblr", "iblr.datasets") in edges
+    assert len(edges) > 30
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from iblr.fit import fit",
+        "import iblr.fit",
+        "import iblr.fit as loop",
+        "from iblr import fit",
+        "import iblr",
+        "from iblr.rule import improved_step",
+        "def deferred():\n    from iblr.posterior import Posterior",
+    ],
+)
+def test_an_upward_import_would_be_found(code):
+    assert len(upward_edges("iblr.rule", code, ORDER)) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["from iblr.families.base import StepInfo", "from iblr.families import base", "import optax"],
+)
+def test_a_downward_import_is_allowed(code):
+    assert upward_edges("iblr.rule", code, ORDER) == []
+
+
+def test_a_relative_import_would_be_found():
+    with pytest.raises(AssertionError, match="imports relatively"):
+        upward_edges("iblr.rule", "from .fit import fit", ORDER)
