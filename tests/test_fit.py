@@ -102,7 +102,8 @@ def test_the_trace_has_one_row_a_chunk_and_climbs_to_the_evidence(fitted):
     assert fitted.trace.elbo[-1] == fitted.elbo
     start = iblr.elbo(Target(log_density), Gaussian.standard(2), jax.random.key(0))
     assert start.value < fitted.trace.elbo[0] - 0.1  # higher is better
-    assert fitted.trace.elbo[0] < fitted.trace.elbo[-1] + 1e-4
+    noise = LARGEST_Z * fitted.trace.elbo_se
+    assert (fitted.trace.elbo < LOG_Z + noise + 1e-5).all()  # a lower bound
 
 
 def test_the_elbo_is_the_evidence_less_the_divergence():
@@ -229,9 +230,8 @@ def test_the_same_key_gives_the_same_bits_and_another_key_others(family):
     assert (a.family.mean != c.family.mean).all()
 
 
-@pytest.mark.parametrize("chunk_size", [7, 5 * CHUNK])
-def test_the_size_of_the_chunks_does_not_change_the_bits(chunk_size):
-    a, b = fit(curved), fit(curved, chunk_size=chunk_size)
+def test_the_size_of_the_chunks_does_not_change_the_bits():
+    a, b = fit(curved), fit(curved, chunk_size=7)
     assert_same_bits(a.state, b.state)
     assert a.elbo == b.elbo
 

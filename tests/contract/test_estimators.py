@@ -109,8 +109,7 @@ def curved_derivatives(q):
 
 
 @pytest.mark.parametrize("estimator", [Rep(2), Stl(2), Hess(2)], ids=["rep", "stl", "hess"])
-@pytest.mark.parametrize("d", [1, 2])
-@pytest.mark.parametrize("family", ["full", "diagonal"])
+@pytest.mark.parametrize("family, d", [("full", 2), ("diagonal", 1), ("diagonal", 2)])
 def test_off_the_quadratics_the_expectation_is_that_of_quadrature(family, d, estimator):
     mean = jnp.array([0.7, -0.4])[:d]
     covariance = jnp.array([[0.5, 0.3], [0.3, 0.8]])[:d, :d]
@@ -390,13 +389,13 @@ def test_a_prior_as_a_family_and_as_a_function_are_the_same_to_secant(name, x64)
     close(curvature_of(a, q), curvature_of(b, q), jnp.float64)
 
 
-@pytest.mark.parametrize("prior", ["none", "function", "family"])
+@pytest.mark.parametrize("prior", ["function", "family"])
 @both_families
 def test_temperature_divides_the_gradient_and_the_hessian(name, prior, x64):
     q, p = member(name), member("diagonal-3", 1)
     log_density, _, _ = quadratic(3)
-    prior = {"none": None, "function": p.log_prob, "family": p}[prior]
-    for estimator in (Rep(2), Hess(2), AtMean()):
+    prior = {"function": p.log_prob, "family": p}[prior]
+    for estimator in (Rep(2), Hess(1)):
         cold, hot = (
             estimator(
                 q,
@@ -446,9 +445,15 @@ def test_a_pytree_of_parameters_gives_the_tangent_of_the_flat_family(name, estim
 
 @pytest.mark.parametrize(
     "estimator, num",
-    [(Rep(3), 3), (Stl(3), 6), (Secant(3), 6), (Hess(3, lambda z: -jnp.eye(2)), 3),
-     (AtMean(lambda z: -jnp.eye(2)), 1), (Rep(), 1), (Stl(), 16), (Secant(), 16)],
-)  # fmt: skip
+    [
+        (Rep(3), 3),
+        (Stl(3), 6),
+        (Secant(3), 6),
+        (Hess(3, lambda z: -jnp.eye(2)), 3),
+        (AtMean(lambda z: -jnp.eye(2)), 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
 def test_num_gradients_counts_the_evaluations_of_the_gradient(estimator, num):
     evaluations = []
 

@@ -322,6 +322,7 @@ def test_a_minibatch_fit_of_a_regression_finds_the_exact_posterior():
         key=jax.random.key(4),
         num_steps=2000,
         chunk_size=500,
+        elbo_draws=20,
         step_size=lambda step: 1 / (10.0 + step),
     )
     sd = np.sqrt(np.diag(np.linalg.inv(precision)))
