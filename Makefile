@@ -2,6 +2,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+export OPENBLAS_NUM_THREADS ?= 1 # its threads wait by spinning and would starve XLA's
 
 .PHONY: help run test test-slow lint types wheel-check bench clean
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import iblr
+from iblr.structure import Structure
 
 # With fixed seeds nothing here is random; by chance one z-score in 150 000 would be larger.
 LARGEST_Z = 4.5
@@ -25,29 +26,33 @@ class Case(NamedTuple):
 
 
 def _flat(vector):
-    return jnp.asarray(vector, float)
+    return vector
 
 
 def _tree(vector):
     """Seven numbers as a pytree, in the order in which the leaves are laid out."""
-    vector = jnp.asarray(vector, float)
     return {"bias": vector[0], "weights": (vector[1:3], vector[3:].reshape(2, 2))}
 
 
 def _random_arrays(key, dim):
     """A vector and a matrix of standard normals, and a rotation that is not the identity."""
-    seed = np.random.default_rng(np.asarray(jax.random.key_data(key)))
-    rotation = np.linalg.qr(seed.normal(size=(dim, dim)))[0]
-    return seed.normal(size=dim), seed.normal(size=(dim, dim)), rotation
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+    rotation = np.linalg.qr(rng.normal(size=(dim, dim)))[0]
+    return rng.normal(size=dim), rng.normal(size=(dim, dim)), rotation
+
+
+# Members are made in NumPy, so that nothing is compiled for them, and in the default precision.
 
 
 def _gaussian(dim, layout=_flat):
     def make(key):
         mean, root, rotation = _random_arrays(key, dim)
         covariance = root @ root.T / dim + 0.3 * np.eye(dim)
-        q = iblr.Gaussian.from_covariance(layout(2 * mean), jnp.asarray(covariance, float))
         # Any root of the covariance is allowed, so take one that is not triangular.
-        return iblr.Gaussian(q.mean, _flat(rotation) @ q.factor, q.log_det, q.structure)
+        factor = rotation @ np.linalg.cholesky(covariance).T
+        log_det = np.linalg.slogdet(covariance)[1]
+        arrays = (jnp.asarray(value, float) for value in (2 * mean, factor, log_det))
+        return iblr.Gaussian(*arrays, Structure.like(layout(mean)))
 
     return make
 
@@ -55,7 +60,8 @@ def _gaussian(dim, layout=_flat):
 def _diagonal(dim, layout=_flat):
     def make(key):
         mean, root, _ = _random_arrays(key, dim)
-        return iblr.DiagonalGaussian.from_variances(layout(2 * mean), layout(0.2 + root[0] ** 2))
+        arrays = (jnp.asarray(value, float) for value in (2 * mean, np.sqrt(0.2 + root[0] ** 2)))
+        return iblr.DiagonalGaussian(*arrays, Structure.like(layout(mean)))
 
     return make
 

@@ -60,15 +60,22 @@ def gram_rows(
     rows: Float[Array, "r d"],
 ) -> tuple[Float[Array, "r d"], Float[Array, "r r"], Float[Array, ""]]:
     """By Cholesky's QR, twice; also the smallest pivot of the first round, 0 if it failed."""
+    rows, lengths = unit_rows(rows)
+    first, rows = _cholesky_round(rows)
+    second, rows = _cholesky_round(rows)
+    pivot = jnp.nan_to_num(jnp.diagonal(first).min(), nan=0.0)
+    return rows, lengths * matmul(first, second), pivot
+
+
+def unit_rows(
+    rows: Float[Array, "r d"],
+) -> tuple[Float[Array, "r d"], Float[Array, "r 1"]]:
+    """Rows scaled to length one, and their lengths; a row of zeros keeps the length 1."""
     largest = jnp.abs(rows).max(axis=1, keepdims=True)
     largest = jnp.where(largest > 0, largest, 1)
     rows = rows / largest  # first, so that no square overflows
     lengths = jnp.maximum(jnp.linalg.norm(rows, axis=1, keepdims=True), 1)
-    rows = rows / lengths
-    first, rows = _cholesky_round(rows)
-    second, rows = _cholesky_round(rows)
-    pivot = jnp.nan_to_num(jnp.diagonal(first).min(), nan=0.0)
-    return rows, largest * lengths * matmul(first, second), pivot
+    return rows / lengths, largest * lengths
 
 
 def _cholesky_round(

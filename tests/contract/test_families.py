@@ -82,7 +82,7 @@ def test_draws_have_the_shape_structure_and_dtype_of_the_points(case, dtype):
 @every_family
 def test_draws_are_a_function_of_the_key(case, dtype):
     (q,) = members(case, 0)
-    a, b, c = (flat(q, q.sample(jax.random.key(seed), 4)) for seed in (1, 1, 2))
+    a, b, c = (flat(q, q.sample(jax.random.key(seed), 5)) for seed in (1, 1, 2))
     np.testing.assert_array_equal(a, b)
     assert (a != c).all()
 
@@ -99,9 +99,9 @@ def test_draws_have_the_mean_and_the_covariance_of_the_family(case, dtype):
 @every_family
 def test_draws_come_with_their_log_prob(case, dtype):
     (q,) = members(case, 0)
-    rows, log_prob = q.sample_with_log_prob(jax.random.key(4), 50)
-    assert rows.shape == (50, case.dim) and rows.dtype == log_prob.dtype == dtype
-    np.testing.assert_array_equal(rows, flat(q, q.sample(jax.random.key(4), 50)))
+    rows, log_prob = q.sample_with_log_prob(jax.random.key(4), 5)
+    assert rows.shape == (5, case.dim) and rows.dtype == log_prob.dtype == dtype
+    np.testing.assert_array_equal(rows, flat(q, q.sample(jax.random.key(4), 5)))
     close(log_prob, q.log_prob(q.structure.unravel(rows)), dtype)
 
 
@@ -321,21 +321,21 @@ def test_a_family_is_a_pytree_of_arrays(case, dtype):
 
 def drawn(q, key):
     """Draws, their log density and the entropy: one chain of linear algebra."""
-    z = q.sample(key, 4)
+    z = q.sample(key, 5)
     return z, q.log_prob(z), q.entropy()
 
 
 def assert_drawn(found, q, key, dtype):
     z, log_prob, entropy = found
-    close(flat(q, z), flat(q, q.sample(key, 4)), dtype)
+    close(flat(q, z), flat(q, q.sample(key, 5)), dtype)
     close(log_prob, scipy_normal(q).logpdf(flat(q, z)), dtype)
     close(entropy, scipy_normal(q).entropy(), dtype)
 
 
 @every_family
-def test_methods_work_under_jit_with_the_family_as_an_argument(case, dtype):
+def test_methods_work_under_jit_with_the_family_as_an_argument(case):
     (q,) = members(case, 0)
-    assert_drawn(jax.jit(drawn)(q, jax.random.key(1)), q, jax.random.key(1), dtype)
+    assert_drawn(jax.jit(drawn)(q, jax.random.key(1)), q, jax.random.key(1), jnp.float32)
 
 
 @every_family

@@ -3,14 +3,16 @@
 Every answer is checked in NumPy float64 from the stored factors, outside the compiled program.
 """
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 import iblr
 from iblr.families.abstract_gaussian import GaussianTangent
-from iblr.families.curvature import Dense, LowRank, Parameterisation
+from iblr.families.curvature import Dense, LowRank, Parameterisation, improved
 from iblr.linalg import gram_rows, householder_rows
 from iblr.structure import Structure
 
@@ -119,8 +121,51 @@ def test_householder_gram_and_dense_paths_agree(d, rank, shift, dtype):
         values, rest = float64(spectrum.values, spectrum.rest)
         basis = np.asarray(spectrum.basis, np.float64)
         rebuilt = rest * np.eye(d) + basis.T @ ((values - rest)[:, None] * basis)
-        assert relative(rebuilt, np.asarray(operator.dense().matrix, float)) < TOLERANCE[dtype] / 10
+        product = np.asarray(left, float).T @ np.asarray(right, float)
+        exact = shift * np.eye(d) - 0.5 * (product + product.T)
+        assert relative(rebuilt, exact) < TOLERANCE[dtype] / 10
         assert np.abs(basis @ basis.T - np.eye(len(basis))).max() < 50 * np.finfo(dtype).eps
+
+
+def matrix_of(change, d):
+    rows, core, rest = float64(change.rows, change.core, change.rest)
+    core = np.diag(core) if core.ndim == 1 else core
+    return rest * np.eye(d) + rows.T @ core @ rows
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.3, 7.0])
+@pytest.mark.parametrize("nearness", [1.0, 1e-3])
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+@pytest.mark.parametrize(("d", "rank"), [(7, 1), (40, 3), (300, 10)])
+def test_the_cholesky_and_the_eigenvalue_path_give_the_same_covariance(
+    d, rank, shift, nearness, size, dtype
+):
+    left = jax.random.normal(jax.random.key(0), (rank, d), dtype)
+    other = jax.random.normal(jax.random.key(1), (rank, d), dtype)
+    operator = LowRank(jnp.asarray(shift, dtype), left / rank, shift * left + nearness * other)
+    matrix = np.asarray(operator.dense().matrix, float)
+    t = jnp.asarray(size / np.linalg.norm(matrix), dtype)
+    cheap, fits = operator.cholesky_change(t)
+    assert fits
+    full = operator.spectrum().change(t, improved(Parameterisation.precision, False))
+    expected = np.eye(d) - float(t) * matrix + 0.5 * float(t) ** 2 * matrix @ matrix
+    for change in (cheap, full):
+        T = matrix_of(change, d)
+        assert relative(T.T @ T, np.linalg.inv(expected)) < TOLERANCE[dtype] / 10
+        assert float(change.log_det) == pytest.approx(
+            -0.5 * np.linalg.slogdet(expected)[1], abs=1e3 * float(np.finfo(dtype).eps)
+        )
+
+
+def test_the_cholesky_path_gives_way_where_it_cannot_be_trusted():
+    left = jax.random.normal(jax.random.key(0), (2, 30))
+    other = jax.random.normal(jax.random.key(1), (2, 30))
+    none = jnp.zeros(())
+    assert LowRank(none, left, other).cholesky_change(jnp.asarray(0.01))[1]
+    assert not LowRank(none, left, other).cholesky_change(jnp.asarray(10.0))[1]
+    assert not LowRank(none, left, 0 * left).cholesky_change(jnp.asarray(0.01))[1]
+    assert not LowRank(none, left, left[::-1]).cholesky_change(jnp.asarray(0.01))[1]
+    assert not LowRank(none, left, jnp.nan * left).cholesky_change(jnp.asarray(0.01))[1]
 
 
 @pytest.mark.parametrize("how", ["zero", "parallel", "one direction", "same columns"])
@@ -138,7 +183,8 @@ def test_nearly_dependent_rows_still_give_an_orthonormal_basis(how, dtype):
     spectrum = jax.jit(lambda o: o.spectrum()[:2])(operator)
     basis, values = float64(*spectrum)
     assert np.abs(basis @ basis.T - np.eye(2 * rank)).max() < 50 * np.finfo(dtype).eps
-    exact = -0.5 * (np.asarray(left.T @ right, float) + np.asarray(right.T @ left, float))
+    product = np.asarray(left, float).T @ np.asarray(right, float)
+    exact = -0.5 * (product + product.T)
     rebuilt = basis.T @ (values[:, None] * basis)
     assert np.abs(rebuilt - exact).max() <= 1e3 * np.finfo(dtype).eps * max(np.abs(exact).max(), 1)
 
@@ -208,57 +254,107 @@ SHAPES = [(1, 1), (2, 1), (7, 1), (7, 3), (40, 1), (40, 3), (40, 20)]
 CASES = 300
 
 
-def random_cases(rng, d, rank, kind, dtype):
+def random_cases(rng, d, rank, kind, dtype, count=CASES):
     """A batch of factors and tangents: scales 1e-4..1e4, gradients to 1e8, some degenerate."""
-    U = np.linalg.qr(rng.normal(size=(CASES, d, d)))[0]
-    V = np.linalg.qr(rng.normal(size=(CASES, d, d)))[0]
-    condition = 10 ** rng.uniform(0, 2, (CASES, 1, 1))
+    U = np.linalg.qr(rng.normal(size=(count, d, d)))[0]
+    V = np.linalg.qr(rng.normal(size=(count, d, d)))[0]
+    condition = 10 ** rng.uniform(0, 2, (count, 1, 1))
     spread = condition ** np.linspace(-0.5, 0.5, d)[None, None, :] if d > 1 else 1.0
-    A = (10 ** rng.uniform(-4, 4, (CASES, 1, 1)) * U * spread) @ V
+    A = (10 ** rng.uniform(-4, 4, (count, 1, 1)) * U * spread) @ V
     A = A.astype(dtype)
     log_det = 2 * np.linalg.slogdet(A.astype(np.float64))[1]
-    E = rng.normal(size=(CASES, rank, d)).astype(dtype)
-    size = 10 ** rng.uniform(-8, 8, (CASES, 1, 1))
-    W = (size * rng.normal(size=(CASES, rank, d))).astype(dtype)
+    E = rng.normal(size=(count, rank, d)).astype(dtype)
+    size = 10 ** rng.uniform(-8, 8, (count, 1, 1))
+    W = (size * rng.normal(size=(count, rank, d))).astype(dtype)
     Y = W @ A.transpose(0, 2, 1)
-    mode = rng.integers(0, 4, (CASES, 1, 1))
+    mode = rng.integers(0, 4, (count, 1, 1))
     Y = np.where(mode == 1, E * size, np.where(mode == 2, Y[:, :1], Y)).astype(dtype)
     if kind == "hess":
-        R = rng.normal(size=(CASES, d, d)) * size
+        R = rng.normal(size=(count, d, d)) * size
         H = (A @ (R + R.transpose(0, 2, 1)) @ A.transpose(0, 2, 1)).astype(dtype)
         curvature = ((np.eye(d) - 0.5 * (H + H.transpose(0, 2, 1))).astype(dtype),)
     else:
-        shift = np.full(CASES, float(kind == "rep"), dtype)
+        shift = np.full(count, float(kind == "rep"), dtype)
         curvature = (shift, (E / rank).astype(dtype), Y if kind == "rep" else Y - E)
-    t = (10 ** rng.uniform(-6, 3, CASES)).astype(dtype)
+    t = (10 ** rng.uniform(-6, 3, count)).astype(dtype)
     return A, log_det.astype(dtype), W.mean(1), Y.mean(1), curvature, t
+
+
+def step_on(d, kind, trust_region, dtype):
+    """The step as a function of one case."""
+
+    def step(case):
+        factor, log_det, gradient, whitened, curvature, t = case
+        family = iblr.Gaussian(
+            mean=jnp.zeros(d, dtype), factor=factor, log_det=log_det, structure=Structure.flat(d)
+        )
+        operator = (Dense if kind == "hess" else LowRank)(*curvature)
+        tangent = GaussianTangent(gradient, whitened, operator)
+        return iblr.improved_step(family, tangent, t, trust_region=trust_region)
+
+    return step
+
+
+def check_positive_definite(factor, after, status):
+    assert np.all(np.asarray(status == iblr.Status.ok))
+    A, B, mean, log_det = float64(factor, after.factor, after.mean, after.log_det)
+    assert np.isfinite(B).all() and np.isfinite(mean).all()
+    # New precision at least half the old one: T = B A^-1 has no singular value above sqrt 2.
+    singular = np.linalg.svd(B @ np.linalg.inv(A), compute_uv=False)
+    assert (singular**2).max() <= 2 / (1 - 1e-3)
+    assert singular.min() > 0
+    assert np.abs(2 * np.linalg.slogdet(B)[1] - log_det).max() < 1e-3
 
 
 @pytest.mark.parametrize("trust_region", [False, True])
 @pytest.mark.parametrize("kind", ["rep", "stl", "hess"])
 @pytest.mark.parametrize(("d", "rank"), SHAPES)
 def test_any_finite_input_keeps_the_precision_positive_definite(d, rank, kind, trust_region, dtype):
-    """2 x 3 x 7 x 300 = 12 600 cases in each precision."""
-    rng = np.random.default_rng(100 * d + rank)
-    cases = random_cases(rng, d, rank, kind, dtype)
+    """2 x 3 x 7 x 300 = 12 600 cases in each precision, each 300 as one batch."""
+    cases = random_cases(np.random.default_rng(100 * d + rank), d, rank, kind, dtype)
+    step = jax.jit(jax.vmap(step_on(d, kind, trust_region, dtype)))
+    after, info = step(jax.tree.map(jnp.asarray, cases))
+    check_positive_definite(cases[0], after, info.status)
 
-    def step(factor, log_det, gradient, whitened, curvature, t):
-        family = iblr.Gaussian(jnp.zeros(d, dtype), factor, log_det, Structure.flat(d))
-        operator = (Dense if kind == "hess" else LowRank)(*curvature)
-        tangent = GaussianTangent(gradient, whitened, operator)
-        return iblr.improved_step(family, tangent, t, trust_region=trust_region)
 
-    after, info = jax.jit(jax.vmap(step))(*jax.tree.map(jnp.asarray, cases))
-    assert np.all(np.asarray(info.status == iblr.Status.ok))
-    A, B, mean, log_det = float64(cases[0], after.factor, after.mean, after.log_det)
-    assert np.isfinite(B).all() and np.isfinite(mean).all()
-    change = B @ np.linalg.inv(
-        A
-    )  # new precision >= half the old one: no singular value above sqrt 2
-    singular = np.linalg.svd(change, compute_uv=False)
-    assert (singular**2).max() <= 2 / (1 - 1e-3)
-    assert singular.min() > 0
-    assert np.abs(2 * np.linalg.slogdet(B)[1] - log_det).max() < 1e-3
+@pytest.mark.parametrize("kind", ["rep", "stl"])
+@pytest.mark.parametrize(("d", "rank"), [(7, 1), (7, 3), (60, 3)])
+def test_one_by_one_where_the_cholesky_path_is_taken_it_holds_as_well(d, rank, kind, dtype):
+    """A batch by `vmap` takes only the eigenvalue path; a single fit mostly the other."""
+    cases = random_cases(np.random.default_rng(7 * d + rank), d, rank, kind, dtype)
+    step = step_on(d, kind, False, dtype)
+    one_by_one = jax.jit(lambda cases: jax.lax.map(step, cases))
+    after, info = one_by_one(jax.tree.map(jnp.asarray, cases))
+    check_positive_definite(cases[0], after, info.status)
+
+
+@hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
+@hypothesis.given(
+    scale=st.floats(-4, 4),
+    condition=st.floats(0, 2),
+    step=st.floats(-6, 3),
+    size=st.floats(-8, 8),
+    shift=st.sampled_from([0.0, 1.0]),
+    tilt=st.sampled_from([0.0, 1e-7, 1e-3, 1.0]),
+    sign=st.sampled_from([-1.0, 1.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_hypothesis_finds_no_step_that_leaves_the_set(
+    scale, condition, step, size, shift, tilt, sign, seed
+):
+    d, rank, rng = 6, 2, np.random.default_rng(seed)
+    U, V = np.linalg.qr(rng.normal(size=(2, d, d)))[0]
+    A = (10**scale * (U * 10 ** (condition * np.linspace(-0.5, 0.5, d))) @ V).astype(np.float32)
+    E, other = rng.normal(size=(2, rank, d)).astype(np.float32)
+    right = (sign * 10**size * (E + tilt * other)).astype(np.float32)
+    log_det = np.float32(2 * np.linalg.slogdet(A.astype(float))[1])
+    curvature = (np.float32(shift), E / np.float32(rank), right)
+    case = (A, log_det, right[0], right[0], curvature, np.float32(10**step))
+    after, info = _hypothesis_step(jax.tree.map(jnp.asarray, case))
+    check_positive_definite(A, after, info.status)
+
+
+_hypothesis_step = jax.jit(step_on(6, "stl", False, np.float32))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Key, PyTree
 
 from iblr.families import curvature as curvature_
 from iblr.families.base import AbstractFamily, StepInfo
-from iblr.families.curvature import Dense, Diagonal, LowRank, Parameterisation, Scaling, Spectrum
+from iblr.families.curvature import Dense, Diagonal, LowRank, Parameterisation, RootChange
 from iblr.status import Status
 
 
@@ -69,9 +69,9 @@ class AbstractGaussian(AbstractFamily):
 
     @abc.abstractmethod
     def rescaled(
-        self, spectrum: Spectrum, scaling: Scaling, step: Float[Array, " d"], ok: Bool[Array, ""]
+        self, change: RootChange, step: Float[Array, " d"], ok: Bool[Array, ""]
     ) -> tuple["AbstractGaussian", Bool[Array, ""]]:
-        """The family with root m(Ghat) A and mean less step A, and whether it is finite.
+        """The family with root T A and mean less step A, and whether it is finite.
 
         Where `ok` is false or the result would not be finite, the family itself.
         """
@@ -184,8 +184,8 @@ class AbstractGaussian(AbstractFamily):
         trust_region: bool,
     ) -> tuple["AbstractGaussian", StepInfo]:
         """[LSK20] eq. ivon_1 and ivon_2; the mean moves in the old metric."""
-        m = curvature_.improved(parameterisation.value)
-        return self._moved(tangent, step_size, curvature_step_size, m, trust_region, False)
+        rule = curvature_.improved(parameterisation, trust_region)
+        return self._moved(tangent, step_size, curvature_step_size, rule)
 
     def original(
         self,
@@ -195,8 +195,8 @@ class AbstractGaussian(AbstractFamily):
         parameterisation: Parameterisation,
     ) -> tuple["AbstractGaussian", StepInfo]:
         """[LSK20] eq. von_1 and von_2; the mean moves in the new metric."""
-        m = curvature_.original(parameterisation.value)
-        return self._moved(tangent, step_size, curvature_step_size, m, False, True)
+        rule = curvature_.original(parameterisation)
+        return self._moved(tangent, step_size, curvature_step_size, rule)
 
     def geodesic(
         self,
@@ -205,37 +205,33 @@ class AbstractGaussian(AbstractFamily):
         curvature_step_size: Float[Array, ""],
     ) -> tuple["AbstractGaussian", StepInfo]:
         """The exact block geodesic: straight in the mean, exponential in the precision."""
-        m = curvature_.geodesic
-        return self._moved(tangent, step_size, curvature_step_size, m, False, False)
+        return self._moved(tangent, step_size, curvature_step_size, curvature_.geodesic())
 
     def _moved(
         self,
         tangent: GaussianTangent,
         t: Float[Array, ""],
         t_curvature: Float[Array, ""],
-        m: curvature_.Multiplier,
-        trust_region: bool,
-        new_metric: bool,
+        rule: curvature_.Rule,
     ) -> tuple["AbstractGaussian", StepInfo]:
-        spectrum = tangent.curvature.spectrum()
-        scaling = curvature_.scale(spectrum, t_curvature, m, trust_region)
+        change = tangent.curvature.change(t_curvature, rule)
         step = t * tangent.whitened
         mean_shrunk = jnp.ones((), step.dtype)
-        if trust_region:
+        if rule.trust_region:
             length = _safe_norm(step)
             radius = jnp.sqrt(jnp.asarray(self.dim, step.dtype))
             mean_shrunk = radius / jnp.maximum(length, radius)
             step = mean_shrunk * step
-        finite = all_finite(spectrum.values, spectrum.rest, step, t_curvature)
-        if new_metric:
-            step = scaling.apply(spectrum, scaling.apply(spectrum, step))
-        inside = all_finite(scaling.values, scaling.rest)
-        family, moved = self.rescaled(spectrum, scaling, step, finite & inside)
+        finite = change.finite & all_finite(step)
+        if rule.new_metric:  # T is symmetric here
+            step = change.apply(change.apply(step))
+        inside = all_finite(change.core, change.rest, change.log_det)
+        family, moved = self.rescaled(change, step, finite & inside)
         status = Status.where(
             moved, Status.ok, Status.where(finite & ~inside, Status.left_set, Status.nonfinite)
         )
-        limited = jnp.where(moved, scaling.limited, 0)
-        return family, StepInfo(status, limited, scaling.shrunk, mean_shrunk)
+        limited = jnp.where(moved, change.limited, 0)
+        return family, StepInfo(status, limited, change.shrunk, mean_shrunk)
 
 
 def _safe_norm(x: Float[Array, " d"]) -> Float[Array, ""]:

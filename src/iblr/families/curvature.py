@@ -22,15 +22,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.custom_batching import custom_vmap
+from jax.scipy.linalg import solve_triangular
+from jaxtyping import Array, Bool, Float, Int
 
-from iblr.linalg import matmul, orthonormal_rows
-
-Multiplier = Callable[[Float[Array, "..."]], Float[Array, "..."]]
+from iblr.linalg import matmul, orthonormal_rows, unit_rows
 
 LARGEST_GAIN = 3.0
 LARGEST_LOSS = 0.5
+CHOLESKY_LIMIT = 8.0
+CHOLESKY_PIVOT = 0.2
 
 
 class Parameterisation(enum.Enum):
@@ -39,6 +42,83 @@ class Parameterisation(enum.Enum):
     precision = 1.0
     covariance = -1.0
     standard_deviation = -0.5
+
+
+class Rule(NamedTuple):
+    """A rule as the scalar function m, and how it is to be applied.
+
+    Attributes:
+        multiplier: m.
+        trust_region: whether x is bounded first.
+        new_metric: whether the mean moves in the metric after the step.
+        is_polynomial: whether m is f^(-1/2), so that a Cholesky factor of f may stand for it.
+    """
+
+    multiplier: Callable[[Float[Array, "..."]], Float[Array, "..."]]
+    trust_region: bool = False
+    new_metric: bool = False
+    is_polynomial: bool = False
+
+
+def improved(parameterisation: Parameterisation, trust_region: bool) -> Rule:
+    """The improved rule in the parameter S^power."""
+    power = parameterisation.value
+    return Rule(
+        lambda x: (0.5 * (1 + (1 - power * x) ** 2)) ** (-0.5 / power),
+        trust_region=trust_region,
+        is_polynomial=power == 1,
+    )
+
+
+def original(parameterisation: Parameterisation) -> Rule:
+    """The rule without the curvature term; nan where the step leaves the set."""
+    power = parameterisation.value
+    return Rule(
+        lambda x: jnp.where(power * x < 1, 1 - power * x, jnp.nan) ** (-0.5 / power),
+        new_metric=True,
+    )
+
+
+def geodesic() -> Rule:
+    """The exact geodesic of the precision block, the mean held ([LSK20] lemma gauss_s_chris).
+
+    The lemma prints Exp(+t ...); its derivative at zero must be -G, so the sign here is the
+    corrected one.
+    """
+    return Rule(lambda x: jnp.exp(0.5 * x))
+
+
+class RootChange(NamedTuple):
+    """T in A <- T A: `rest * I + rows' core rows`, with `core` a matrix or a diagonal.
+
+    Attributes:
+        rows: None where T is diagonal, with `core` on the diagonal.
+        core: see above.
+        rest: the multiple of the identity.
+        log_det: log|T|.
+        finite: whether the curvature was finite; then nan in T means that the step left the set.
+        limited: directions whose change was cut to what the precision can hold.
+        shrunk: the factor by which the trust region scaled the losses of precision.
+    """
+
+    rows: Float[Array, "r d"] | None
+    core: Float[Array, "r *r"]
+    rest: Float[Array, ""]
+    log_det: Float[Array, ""]
+    finite: Bool[Array, ""]
+    limited: Int[Array, ""]
+    shrunk: Float[Array, ""]
+
+    def times_core(self, rows: Float[Array, "r d"]) -> Float[Array, "r d"]:
+        """`core` times the given rows."""
+        return self.core[:, None] * rows if self.core.ndim == 1 else matmul(self.core, rows)
+
+    def apply(self, row: Float[Array, " d"]) -> Float[Array, " d"]:
+        """T times one vector."""
+        if self.rows is None:
+            return self.core * row
+        along = self.times_core(matmul(self.rows, row)[:, None])[:, 0]
+        return self.rest * row + matmul(along, self.rows)
 
 
 class Spectrum(NamedTuple):
@@ -51,6 +131,41 @@ class Spectrum(NamedTuple):
     values: Float[Array, " r"]
     rest: Float[Array, ""]
     rest_dim: int
+
+    def change(self, t: Float[Array, ""], rule: Rule) -> RootChange:
+        """T = m(t Ghat).
+
+        With a trust region, gains of precision (x < 0) are clipped one by one at x = -3 and losses
+        (x > 0) are scaled by one common factor so that the largest is at most 1/2. Losses must not
+        be clipped one by one: f is smallest at x = 1, so every noisy direction would double its
+        variance.
+
+        In every case one step changes one direction of the root by a factor of at most 100 in
+        float32 (10^6 in float64): beyond that the rounding of the stored factor would show in its
+        determinant.
+        """
+        x, rest = t * self.values, t * self.rest
+        factor = jnp.ones((), x.dtype)
+        if rule.trust_region:
+            largest = jnp.maximum(x.max(), rest) if self.rest_dim else x.max()
+            factor = jnp.minimum(1, LARGEST_LOSS / jnp.maximum(largest, LARGEST_LOSS))
+            x = jnp.where(x < 0, jnp.maximum(x, -LARGEST_GAIN), factor * x)
+            rest = jnp.where(rest < 0, jnp.maximum(rest, -LARGEST_GAIN), factor * rest)
+        bound = 1e-2 if jnp.finfo(x.dtype).eps > 1e-10 else 1e-6
+        values, others = rule.multiplier(x), rule.multiplier(rest)
+        outside = [(value < bound) | (value > 1 / bound) for value in (values, others)]
+        limited = (outside[0].sum() + self.rest_dim * outside[1]).astype(jnp.int32)
+        values, others = (jnp.clip(value, bound, 1 / bound) for value in (values, others))
+        finite = jnp.isfinite(self.values).all() & jnp.isfinite(self.rest) & jnp.isfinite(t)
+        if self.basis is None:
+            log_det = jnp.log(values).sum()
+            return RootChange(None, values, others, log_det, finite, limited, factor)
+        if self.rest_dim == 0:
+            others = jnp.exp(jnp.log(values).mean())  # any value will do; this one rounds least
+        core = values - others
+        squared = jnp.sum(self.basis**2, axis=1)  # 1 but for rounding, which adds up over steps
+        log_det = jnp.log(others + core * squared).sum() + self.rest_dim * jnp.log(others)
+        return RootChange(self.basis, core, others, log_det, finite, limited, factor)
 
 
 class LowRank(eqx.Module):
@@ -84,6 +199,58 @@ class LowRank(eqx.Module):
         values, vectors = jnp.linalg.eigh(half + half.T)
         return Spectrum(matmul(vectors.T, basis), self.shift - values, self.shift, d - 2 * M)
 
+    def change(self, t: Float[Array, ""], rule: Rule) -> RootChange:
+        """T = m(t Ghat), or another root of the same covariance where that is cheaper."""
+        M, d = self.left.shape
+        if 2 * M >= d or rule.trust_region or not rule.is_polynomial:
+            return self.spectrum().change(t, rule)
+
+        @custom_vmap
+        def change(operator: LowRank, t: Float[Array, ""]) -> RootChange:
+            cheap, fits = operator.cholesky_change(t)
+            return jax.lax.cond(fits, lambda: cheap, lambda: operator._full_change(t, rule))
+
+        @change.def_vmap
+        def batched(axis_size, in_batched, operator, t):  # where `cond` would compute both
+            axes = jax.tree.map(lambda mapped: 0 if mapped else None, in_batched)
+            full = jax.vmap(lambda operator, t: operator._full_change(t, rule), in_axes=axes)
+            changes = full(operator, t)
+            return changes, jax.tree.map(lambda _: True, changes)
+
+        return change(self, t)
+
+    def _full_change(self, t: Float[Array, ""], rule: Rule) -> RootChange:
+        change = self.spectrum().change(t, rule)
+        return change._replace(core=jnp.diag(change.core))
+
+    def cholesky_change(self, t: Float[Array, ""]) -> tuple[RootChange, Bool[Array, ""]]:
+        """A root of f(t Ghat)^-1 without eigenvectors, and whether it can be trusted.
+
+        Take from each row of `right` its part along the same row of `left`, and let F be all rows
+        scaled to length one. With F F' = R R' and X = t Ghat in the orthonormal rows R^-1 F,
+        f(X) = (I + (I - X)^2) / 2 = L L' gives T = L^-1 there. It needs |X| to be moderate, since
+        f is formed, and the rows to be well separated, since R is inverted.
+        """
+        M, d = self.left.shape
+        squared = jnp.sum(self.left**2, axis=1, keepdims=True)
+        along = jnp.sum(self.left * self.right, axis=1, keepdims=True) / squared
+        rows, lengths = unit_rows(jnp.concatenate([self.left, self.right - along * self.left]))
+        identity = jnp.eye(2 * M, dtype=rows.dtype)
+        R = jnp.linalg.cholesky(matmul(rows, rows.T))
+        inside = lengths * R
+        half = 0.5 * matmul(inside[:M].T, inside[M:] + along * inside[:M])
+        X = t * (self.shift * identity - half - half.T)
+        L = jnp.linalg.cholesky(0.5 * (identity + matmul(identity - X, identity - X)))
+        x = t * self.shift
+        rest = (0.5 * (1 + (1 - x) ** 2)) ** -0.5
+        R_inverse, L_inverse = (solve_triangular(F, identity, lower=True) for F in (R, L))
+        core = matmul(matmul(R_inverse.T, L_inverse - rest * identity), R_inverse)
+        log_det = (d - 2 * M) * jnp.log(rest) - jnp.log(jnp.diagonal(L)).sum()
+        size = jnp.maximum(jnp.sqrt(jnp.sum(X**2)), jnp.abs(x))
+        fits = (size < CHOLESKY_LIMIT) & (jnp.diagonal(R).min() > CHOLESKY_PIVOT)
+        none, all_ = jnp.zeros((), jnp.int32), jnp.ones((), rows.dtype)
+        return RootChange(rows, core, rest, log_det, jnp.asarray(True), none, all_), fits
+
 
 class Dense(eqx.Module):
     """Ghat as a symmetric matrix."""
@@ -103,6 +270,10 @@ class Dense(eqx.Module):
         values, vectors = jnp.linalg.eigh(self.matrix)
         return Spectrum(vectors.T, values, jnp.zeros((), values.dtype), 0)
 
+    def change(self, t: Float[Array, ""], rule: Rule) -> RootChange:
+        """T = m(t Ghat)."""
+        return self.spectrum().change(t, rule)
+
 
 class Diagonal(eqx.Module):
     """Ghat of a Gaussian with a diagonal covariance."""
@@ -121,64 +292,6 @@ class Diagonal(eqx.Module):
         """The entries themselves."""
         return Spectrum(None, self.values, jnp.zeros((), self.values.dtype), 0)
 
-
-class Scaling(NamedTuple):
-    """What is done to the root: `values` on the spectrum's basis, `rest` on its complement."""
-
-    values: Float[Array, " r"]
-    rest: Float[Array, ""]
-    limited: Int[Array, ""]
-    shrunk: Float[Array, ""]
-
-    def apply(self, spectrum: Spectrum, row: Float[Array, " d"]) -> Float[Array, " d"]:
-        """m(Ghat) applied to one vector."""
-        if spectrum.basis is None:
-            return self.values * row
-        along = matmul(spectrum.basis, row)
-        return self.rest * row + matmul((self.values - self.rest) * along, spectrum.basis)
-
-
-def improved(power: float) -> Multiplier:
-    """The improved rule in the parameter S^power."""
-    return lambda x: (0.5 * (1 + (1 - power * x) ** 2)) ** (-0.5 / power)
-
-
-def original(power: float) -> Multiplier:
-    """The rule without the curvature term; nan where the step leaves the set."""
-    return lambda x: jnp.where(power * x < 1, 1 - power * x, jnp.nan) ** (-0.5 / power)
-
-
-def geodesic(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The exact geodesic of the precision block, the mean held ([LSK20] lemma gauss_s_chris).
-
-    The lemma prints Exp(+t ...); its derivative at zero must be -G, so the sign here is the
-    corrected one.
-    """
-    return jnp.exp(0.5 * x)
-
-
-def scale(spectrum: Spectrum, t: Float[Array, ""], m: Multiplier, trust_region: bool) -> Scaling:
-    """Multipliers of the root for the step t along the spectrum.
-
-    With `trust_region`, gains of precision (x < 0) are clipped one by one at x = -3 and losses
-    (x > 0) are scaled by one common factor so that the largest is at most 1/2. Losses must not be
-    clipped one by one: f is smallest at x = 1, so every noisy direction would double its variance.
-
-    In every case one step changes one direction of the root by a factor of at most 100 in float32
-    (10^6 in float64): beyond that the rounding of the stored factor would show in its determinant.
-    """
-    x, rest = t * spectrum.values, t * spectrum.rest
-    factor = jnp.ones((), x.dtype)
-    if trust_region:
-        largest = jnp.maximum(x.max(), rest) if spectrum.rest_dim else x.max()
-        factor = jnp.minimum(1, LARGEST_LOSS / jnp.maximum(largest, LARGEST_LOSS))
-        x = jnp.where(x < 0, jnp.maximum(x, -LARGEST_GAIN), factor * x)
-        rest = jnp.where(rest < 0, jnp.maximum(rest, -LARGEST_GAIN), factor * rest)
-    bound = 1e-2 if jnp.finfo(x.dtype).eps > 1e-10 else 1e-6
-    values, others = m(x), m(rest)
-    outside = (values < bound) | (values > 1 / bound)
-    limited = outside.sum() + spectrum.rest_dim * ((others < bound) | (others > 1 / bound))
-    values, others = (jnp.clip(value, bound, 1 / bound) for value in (values, others))
-    if spectrum.rest_dim == 0:
-        others = jnp.exp(jnp.log(values).mean())  # any value will do; this one rounds least
-    return Scaling(values, others, limited.astype(jnp.int32), factor)
+    def change(self, t: Float[Array, ""], rule: Rule) -> RootChange:
+        """T = m(t Ghat)."""
+        return self.spectrum().change(t, rule)

@@ -15,7 +15,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
 
 from iblr.families import arguments
 from iblr.families.abstract_gaussian import AbstractGaussian, GaussianTangent, all_finite
-from iblr.families.curvature import Diagonal, Scaling, Spectrum
+from iblr.families.curvature import Diagonal, RootChange
 from iblr.structure import Structure
 
 
@@ -75,11 +75,11 @@ class DiagonalGaussian(AbstractGaussian):
         return jnp.diag(self.scale)
 
     def rescaled(
-        self, spectrum: Spectrum, scaling: Scaling, step: Float[Array, " d"], ok: Bool[Array, ""]
+        self, change: RootChange, step: Float[Array, " d"], ok: Bool[Array, ""]
     ) -> tuple["DiagonalGaussian", Bool[Array, ""]]:
         """Entry by entry."""
         mean = self.mean - step * self.scale
-        scale = self.scale * scaling.values
+        scale = self.scale * change.core
         ok = ok & all_finite(mean, scale) & (scale > 0).all()
         family = DiagonalGaussian(
             mean=jnp.where(ok, mean, self.mean),

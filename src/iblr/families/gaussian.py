@@ -26,7 +26,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
 
 from iblr.families import arguments
 from iblr.families.abstract_gaussian import AbstractGaussian, GaussianTangent, all_finite
-from iblr.families.curvature import Dense, LowRank, Scaling, Spectrum
+from iblr.families.curvature import Dense, LowRank, RootChange
 from iblr.linalg import add_low_rank, matmul
 from iblr.structure import Structure
 
@@ -102,23 +102,19 @@ class Gaussian(AbstractGaussian):
         return self.factor
 
     def rescaled(
-        self, spectrum: Spectrum, scaling: Scaling, step: Float[Array, " d"], ok: Bool[Array, ""]
+        self, change: RootChange, step: Float[Array, " d"], ok: Bool[Array, ""]
     ) -> tuple["Gaussian", Bool[Array, ""]]:
-        """One pass over A for Q A and the step of the mean, one to write T A."""
-        assert spectrum.basis is not None
-        basis = jnp.where(ok, spectrum.basis, 0)
-        rows = self.colour(jnp.concatenate([basis, jnp.where(ok, step, 0)[None]]))
-        mean = self.mean - rows[-1]
-        ok = ok & all_finite(rows, mean)
-        rest = jnp.where(ok, scaling.rest, 1)
-        change = jnp.where(ok, (scaling.values - scaling.rest)[:, None] * rows[:-1], 0)
-        squared = jnp.sum(basis**2, axis=1)  # 1 but for rounding, which would add up over steps
-        along = scaling.rest + (scaling.values - scaling.rest) * squared
-        growth = jnp.log(along).sum() + spectrum.rest_dim * jnp.log(scaling.rest)
+        """One pass over A for the rows of T and the step of the mean, one to write T A."""
+        assert change.rows is not None
+        left = jnp.where(ok, change.rows, 0)
+        coloured = self.colour(jnp.concatenate([left, jnp.where(ok, step, 0)[None]]))
+        mean = self.mean - coloured[-1]
+        ok = ok & all_finite(coloured, mean)
+        right = jnp.where(ok, change.times_core(coloured[:-1]), 0)
         family = Gaussian(
             mean=jnp.where(ok, mean, self.mean),
-            factor=add_low_rank(rest, self.factor, basis, change),
-            log_det=self.log_det + jnp.where(ok, 2 * growth, 0),
+            factor=add_low_rank(jnp.where(ok, change.rest, 1), self.factor, left, right),
+            log_det=self.log_det + jnp.where(ok, 2 * change.log_det, 0),
             structure=self.structure,
         )
         return family, ok
