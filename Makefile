@@ -2,7 +2,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-export OPENBLAS_NUM_THREADS ?= 1 # its threads wait by spinning and would starve XLA's
+# OpenBLAS's threads wait by spinning and would starve XLA's.
+export OPENBLAS_NUM_THREADS ?= 1
 
 .PHONY: help run test test-slow lint types wheel-check bench clean
 

@@ -1,5 +1,6 @@
 """How good is the approximation: the ELBO with its standard error."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,9 @@ class Elbo(NamedTuple):
     standard_error: Float[Array, ""]
 
 
-def elbo(target: Target, family: AbstractFamily, key: Key[Array, ""], *, draws: int = 1000) -> Elbo:
+def elbo(
+    target: Target | Callable, family: AbstractFamily, key: Key[Array, ""], *, draws: int = 1000
+) -> Elbo:
     """E_q[log p(z) - log q(z)] from `draws` draws.
 
     The entropy of q, and the term of a prior that is a family, are known exactly: they serve as a

@@ -13,6 +13,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from iblr.diagnostics import elbo
@@ -202,7 +203,9 @@ def fit(
     _check_options(step_size, num_steps, momentum, chunk_size, elbo_draws)
     _check_method(estimator, rule, trust_region)
     batched = _check_key(family, key)
-    now: State = _start(family, key, batched) if state is None else state
+    now: State = _start(family, key, batched)
+    if state is not None:
+        now = _check_state(state, now)
     if int(jnp.max(now.step)) >= num_steps:
         raise ValueError(
             f"`fit(state=..., num_steps=...)` counts steps from the start of the state's run, "
@@ -297,11 +300,30 @@ def _check_key(family: AbstractFamily, key: Key[Array, "*runs"]) -> bool:
     return key.ndim == 1
 
 
+def _check_state(state: Any, start: State) -> State:
+    same = isinstance(state, State) and jax.tree.structure(state) == jax.tree.structure(start)
+    if not same or jax.tree.map(jnp.shape, state) != jax.tree.map(jnp.shape, start):
+        raise ValueError(
+            "`fit(state=...)` needs the `posterior.state` of a fit of the same "
+            f"family and number of keys, but got {state!r}."
+        )
+    return state
+
+
+def _is_positive(step_size: Any) -> bool:
+    is_number = isinstance(step_size, int | float | np.number | np.ndarray | jax.Array)
+    return is_number and jnp.shape(step_size) == () and 0 < float(step_size) < jnp.inf
+
+
 def _check_method(estimator: Any, rule: Callable, trust_region: bool) -> None:
     if estimator is not None and not isinstance(estimator, AbstractEstimator):
         raise ValueError(
             f"`fit(estimator=...)` needs an estimator such as `iblr.Stl(pairs=8)`, but got "
             f"{estimator!r}."
+        )
+    if not callable(rule):
+        raise ValueError(
+            f"`fit(rule=...)` needs a rule such as `iblr.improved_step`, but got {rule!r}."
         )
     if trust_region and rule is not improved_step:
         raise ValueError(
@@ -317,9 +339,7 @@ def _check_options(
     chunk_size: int,
     elbo_draws: int,
 ) -> None:
-    if not callable(step_size) and not (
-        jnp.shape(step_size) == () and 0 < float(jnp.asarray(step_size)) < jnp.inf
-    ):
+    if not callable(step_size) and not _is_positive(step_size):
         raise ValueError(
             "`fit(step_size=...)` must be a positive number or a schedule of the step index, but "
             f"got {step_size!r}."
@@ -329,7 +349,7 @@ def _check_options(
         ("chunk_size", chunk_size, 1),
         ("elbo_draws", elbo_draws, 2),
     ):
-        if isinstance(value, bool) or value != int(value) or value < least:
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
             raise ValueError(
                 f"`fit({name}=...)` must be a whole number of at least {least}, but got {value!r}."
             )

@@ -89,11 +89,11 @@ class History:
         fell_back = failed & np.isfinite(self.best_elbo)
         often_refused = self.refused > LARGEST_SHARE_REFUSED * (self.step - self.first_step)
         found = [
+            (self.left_set > 0, Status.left_set),
             (self.stuck | (diverged & often_refused), Status.nonfinite),
             (diverged, Status.diverged),
             (self.inaccurate, Status.inaccurate),
             (np.full_like(self.stuck, interrupted), Status.interrupted),
-            (self.left_set > 0, Status.left_set),
             (often_refused, Status.refused_steps),
             (np.ones_like(self.stuck), Status.ok),
         ]
@@ -105,9 +105,12 @@ class History:
             elbo=jnp.asarray(np.where(fell_back, self.best_elbo, self.elbo)),
             elbo_se=jnp.asarray(np.where(fell_back, self.best_elbo_se, self.elbo_se)),
             status=status,
-            trace=Trace(*(np.array(column) for column in zip(*self.rows, strict=True)))
-            if self.rows
-            else Trace(*(np.zeros(0) for _ in Trace._fields)),
+            trace=Trace(
+                np.array([row[0] for row in self.rows], int),
+                np.array([row[1] for row in self.rows]).reshape(-1, *self.elbo.shape),
+                np.array([row[2] for row in self.rows]).reshape(-1, *self.elbo.shape),
+                np.array([row[3] for row in self.rows], float),
+            ),
             refused=np.asarray(self.refused),
             limited=np.asarray(self.limited),
             num_steps=self.step,

@@ -77,6 +77,11 @@ class Structure(eqx.Module):
                     f"shape {leaf.shape}."
                 )
             rows.append(leaf.reshape(leaf.shape[:split] + (-1,)))
+        batches = {row.shape[:-1] for row in rows}
+        if len(batches) > 1:
+            raise ValueError(
+                f"`{call}` needs leaves with the same leading axes, but got {sorted(batches)}."
+            )
         return jnp.concatenate(rows, axis=-1)
 
     def labels(self) -> list[str]:

@@ -46,6 +46,7 @@ def flat_mean(call: str, mean: PyTree, dtype: Any) -> tuple[Float[Array, " d"], 
             f"`{call}(mean=...)` needs a vector of at least one number, but got shape "
             f"{vector.shape}."
         )
+    check_finite(call, "mean", vector)
     return vector, structure
 
 

@@ -55,6 +55,11 @@ class DiagonalGaussian(AbstractGaussian):
         call, dtype = "DiagonalGaussian.from_variances", arguments.floating(mean, variances)
         mean, structure = arguments.flat_mean(call, mean, dtype)
         rows = structure.ravel(variances, f"{call}(variances=...)").astype(dtype)
+        if rows.shape != mean.shape:
+            raise ValueError(
+                f"`{call}(mean, variances)` needs one variance for each of {mean.size} means, but "
+                f"got an array of shape {rows.shape}."
+            )
         arguments.check_positive(call, "variances", rows)
         return DiagonalGaussian(mean=mean, scale=jnp.sqrt(rows), structure=structure)
 
