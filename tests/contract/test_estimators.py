@@ -133,7 +133,7 @@ def test_a_wrong_expectation_would_be_noticed():
         assert_unbiased(tangents, q, 1.1 * H @ (moments(q).mean - m), H)
 
 
-@pytest.mark.parametrize("name", ["gaussian-3", "diagonal-3", "gaussian-1", "diagonal-1"])
+@pytest.mark.parametrize("name", ["gaussian-3", "diagonal-3", "gaussian-1"])
 def test_at_mean_is_the_gradient_and_the_hessian_at_the_mean(name, x64):
     q = member(name)
     w = np.array([1.5, -1.0, 0.5])[: q.dim]
@@ -164,13 +164,13 @@ def test_stl_has_no_noise_at_the_optimum_of_a_gaussian_target_and_rep_does(name,
             x = z - jnp.asarray(mean, z.dtype)
             return -0.5 * x @ jnp.asarray(H, z.dtype) @ x
 
-        stl = over_keys(Stl(2), q, Target(log_density), num=50)
-        for value in (stl.gradient, stl.whitened, curvature_of(stl, q)):
-            close(value, np.zeros(value.shape), jnp.dtype(dtype))
-        if dtype == "float32":
-            rep = over_keys(Rep(4), q, Target(log_density), num=50)
-            assert np.std(curvature_of(rep, q), axis=0).min() > 0.1
-            assert np.std(np.asarray(rep.whitened), axis=0).min() > 0.1
+        for seed in range(3):
+            stl = Stl(2)(q, Target(log_density), jax.random.key(seed))
+            for value in (stl.gradient, stl.whitened, curvature_of(stl, q)):
+                close(value, np.zeros(value.shape), jnp.dtype(dtype))
+            rep = Rep(4)(q, Target(log_density), jax.random.key(seed))
+            for value in (rep.gradient, rep.whitened, curvature_of(rep, q)):
+                assert np.abs(value).max() > 0.1
 
 
 @both_families
@@ -274,17 +274,16 @@ def test_a_given_hessian_equals_the_one_differentiated(name, options, x64):
     data = (jnp.asarray(ROWS, float), jnp.asarray(LABELS, float))
     target = Target(log_likelihood=log_likelihood, data=data, **options)
 
-    @eqx.filter_jit
-    def tangents(estimator, key):
-        return estimator(q, target, key)
+    given = likelihood_hessian
+    pairs = [(Hess(3), Hess(3, hessian=given)), (AtMean(), AtMean(hessian=given))]
 
-    for automatic, given in (
-        (Hess(3), Hess(3, hessian=likelihood_hessian)),
-        (AtMean(), AtMean(hessian=likelihood_hessian)),
-    ):
-        a, b = (tangents(estimator, jax.random.key(9)) for estimator in (automatic, given))
-        close(a.gradient, b.gradient, jnp.float64)
-        close(curvature_of(a, q), curvature_of(b, q), jnp.float64)
+    @eqx.filter_jit
+    def tangents(key):
+        return [[estimator(q, target, key) for estimator in pair] for pair in pairs]
+
+    for automatic, from_user in tangents(jax.random.key(9)):
+        close(automatic.gradient, from_user.gradient, jnp.float64)
+        close(curvature_of(automatic, q), curvature_of(from_user, q), jnp.float64)
 
 
 def test_a_given_hessian_of_a_log_density_is_used(x64):
