@@ -394,7 +394,7 @@ def trajectory(target, start, num_steps, **options):
     """The families after every step, by chunks of one."""
     families = []
     fit(
-        target, start, num_steps=num_steps, chunk_size=1, elbo_draws=2,
+        target, start, num_steps=num_steps, chunk_size=1, elbo_draws=3,
         callback=lambda told: families.append(moments(told.family)) and None, **options,
     )  # fmt: skip
     return families

@@ -36,8 +36,8 @@ def elbo(
         1.838
     """
     target = as_target(target, "elbo")
-    if draws < 2:
-        raise ValueError(f"`elbo(draws=...)` must be at least 2, but got {draws}.")
+    if draws < 3:
+        raise ValueError(f"`elbo(draws=...)` must be at least 3, but got {draws}.")
     draw_key, batch_key = jax.random.split(key)
     rows, log_q = family.sample_with_log_prob(draw_key, draws)
 
@@ -56,4 +56,4 @@ def elbo(
     spread = jnp.var(deviation)
     slope = jnp.mean((sampled - sampled.mean()) * deviation) / jnp.where(spread > 0, spread, 1)
     terms = sampled - slope * deviation + expectation
-    return Elbo(terms.mean(), terms.std() / jnp.sqrt(draws - 1))
+    return Elbo(terms.mean(), terms.std() / jnp.sqrt(draws - 2))

@@ -27,6 +27,7 @@ from iblr.target import Target, as_target
 
 CHUNK = 100
 ELBO_DRAWS = 200
+ELBO_TAG = 2  # not 0 or 1, which are the two keys that a step splits off
 REFRESH_UP_TO = 2048
 
 Schedule = Callable[[Any], Any]
@@ -139,7 +140,7 @@ def _chunk(
         if family.dim <= REFRESH_UP_TO:
             family, drift = family.refreshed()
         state = State(family, state.momentum, state.step, state.key)
-        key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), 1)
+        key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), ELBO_TAG)
         value, standard_error = elbo(target, family, key, draws=elbo_draws)
         refused, left_set, limited = counts.sum(0)
         return state, Report(value, standard_error, refused, left_set, limited, drift)
@@ -347,7 +348,7 @@ def _check_options(
     for name, value, least in (
         ("num_steps", num_steps, 1),
         ("chunk_size", chunk_size, 1),
-        ("elbo_draws", elbo_draws, 2),
+        ("elbo_draws", elbo_draws, 3),
     ):
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
             raise ValueError(
