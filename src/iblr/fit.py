@@ -6,6 +6,7 @@ The noise of step k is a function of (key, k) alone, so chunks, interrupts and r
 change the bits of a run.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,7 @@ class State(eqx.Module):
 
     family: AbstractFamily
     momentum: Float[Array, " d"]
+    momentum_weight: Float[Array, ""]
     step: Int[Array, ""]
     key: Key[Array, ""]
 
@@ -57,7 +59,8 @@ class FitError(RuntimeError):
 
 def init(family: AbstractFamily, key: Key[Array, ""]) -> State:
     """The state before the first step."""
-    return State(family, jnp.zeros(family.dim, family.dtype), jnp.zeros((), jnp.int32), key)
+    zero = jnp.zeros((), family.dtype)
+    return State(family, jnp.zeros(family.dim, family.dtype), zero, jnp.zeros((), jnp.int32), key)
 
 
 def step(
@@ -92,19 +95,20 @@ def step(
     """
     target, family = as_target(target, "step"), state.family
     tangent = estimator(family, target, jax.random.fold_in(state.key, state.step))
-    buffer = state.momentum
+    buffer, weight = state.momentum, state.momentum_weight
     if momentum is not None:
         # mu <- mu - t1 ghat + t2 Sigma_k Sigma_{k-1}^-1 (mu_k - mu_{k-1}) in the form of a running
         # mean of gradients, which needs no transport from one metric to the next.
         r = jnp.asarray(momentum, family.dtype)
         buffer = r * buffer + (1 - r) * tangent.gradient
-        debiased = buffer / (1 - r ** (state.step + 1).astype(family.dtype))
-        tangent = family.with_gradient(tangent, debiased)
+        weight = r * weight + (1 - r)
+        tangent = family.with_gradient(tangent, buffer / weight)
     t = step_size(state.step) if callable(step_size) else step_size
     options = {"trust_region": True} if trust_region else {}
     family, info = rule(family, tangent, t, **options)
     buffer = jnp.where(info.refused, state.momentum, buffer)
-    return State(family, buffer, state.step + 1, state.key), info
+    weight = jnp.where(info.refused, state.momentum_weight, weight)
+    return State(family, buffer, weight, state.step + 1, state.key), info
 
 
 @eqx.filter_jit
@@ -139,7 +143,7 @@ def _chunk(
         family, drift = state.family, jnp.zeros((), state.family.dtype)
         if family.dim <= REFRESH_UP_TO:
             family, drift = family.refreshed()
-        state = State(family, state.momentum, state.step, state.key)
+        state = dataclasses.replace(state, family=family)
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), ELBO_TAG)
         value, standard_error = elbo(target, family, key, draws=elbo_draws)
         refused, left_set, limited = counts.sum(0)
@@ -340,11 +344,6 @@ def _check_options(
     chunk_size: int,
     elbo_draws: int,
 ) -> None:
-    if not callable(step_size) and not _is_positive(step_size):
-        raise ValueError(
-            "`fit(step_size=...)` must be a positive number or a schedule of the step index, but "
-            f"got {step_size!r}."
-        )
     for name, value, least in (
         ("num_steps", num_steps, 1),
         ("chunk_size", chunk_size, 1),
@@ -354,5 +353,13 @@ def _check_options(
             raise ValueError(
                 f"`fit({name}=...)` must be a whole number of at least {least}, but got {value!r}."
             )
-    if not 0 <= momentum < 1:
+    ends = [step_size(jnp.asarray(k)) for k in (0, num_steps - 1)] if callable(step_size) else []
+    if any(jnp.shape(t) != () or not 0 <= float(t) < jnp.inf for t in ends) or not (
+        callable(step_size) or _is_positive(step_size)
+    ):
+        raise ValueError(
+            "`fit(step_size=...)` must be a positive number or a schedule of the step index, but "
+            f"got {step_size!r}{f' with the values {ends}' if ends else ''}."
+        )
+    if not isinstance(momentum, int | float | np.number) or not 0 <= momentum < 1:
         raise ValueError(f"`fit(momentum=...)` must be in [0, 1), but got {momentum}.")

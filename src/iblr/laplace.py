@@ -1,8 +1,9 @@
 """Laplace's approximation, and the MAP on the way: the online Newton method run to convergence.
 
 With expectations replaced by values at the mean ([LSK20] section 3.1) the improved rule is a Newton
-method whose preconditioner stays positive definite where the Hessian is not, so it leaves saddles,
-and whose fixed point is the mode with the Hessian there as precision.
+method whose preconditioner stays positive definite where the Hessian is not, so it leaves saddles
+(except from a start where the gradient has no part that leads away), and whose fixed point is the
+mode with the Hessian there as precision. Far from it the trust region is needed; it is on here.
 """
 
 import dataclasses

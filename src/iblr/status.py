@@ -28,8 +28,9 @@ class Status(eqx.Enumeration):
     )
     inaccurate = (
         "The covariance became too ill-conditioned for this precision: the stored log-determinant "
-        "no longer agrees with the factor. Enable float64 "
-        '(`jax.config.update("jax_enable_x64", True)`), or rescale the parameters.'
+        "no longer agrees with the factor. In float32, enable float64 "
+        '(`jax.config.update("jax_enable_x64", True)`) or rescale the parameters; otherwise the '
+        "target may be improper or the step size too large."
     )
     diverged = (
         "The fit moved away from the target: its ELBO is not finite. Use a smaller step size, "

@@ -2,7 +2,8 @@
 
     log p(z) = ( log_density(z)  or  (N / B) log_likelihood(z, batch) + log prior(z) ) / temperature
 
-A prior given as a function is sampled with the rest; one given as a family is integrated exactly.
+A prior given as a function is sampled with the rest; the term of one given as a family is known in
+closed form, and `Rep`, `Hess` and the ELBO use it so (`Stl` and `Secant` say why they do not).
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
 from iblr.structure import Structure
@@ -29,9 +31,8 @@ class Target(eqx.Module):
         batch_size: rows B in a minibatch, drawn on the device at every step; the likelihood is
             scaled by N / B. None takes all rows.
         replacement: draw the rows of a minibatch with replacement.
-        prior: a function `log_prior(z)`, or a family, whose term is then exact. With a full
-            `Gaussian` approximation an exact prior costs O(d^3) a step; pass `prior=p.log_prob` to
-            have it sampled at O(M d^2).
+        prior: a function `log_prior(z)`, or a family, whose term is then exact; a full `Gaussian`
+            costs O(d^3) a step there, a `DiagonalGaussian` with `Stl` or `Secant` does not.
         temperature: fit p(z)^(1/temperature).
 
     Example:
@@ -84,13 +85,15 @@ class Target(eqx.Module):
             )
         num_data = lengths.pop()[0] if data is not None else None
         if batch_size is not None and (
-            num_data is None or batch_size != int(batch_size) or not 1 <= batch_size <= num_data
+            num_data is None
+            or not isinstance(batch_size, int | np.integer)
+            or not 1 <= batch_size <= num_data
         ):
             raise ValueError(
                 f"`Target(batch_size=...)` must be a whole number from 1 to the {num_data or 'no'} "
-                f"rows of `data`, but got {batch_size}."
+                f"rows of `data`, but got {batch_size!r}."
             )
-        if not temperature > 0:
+        if not 0 < temperature < float("inf"):
             raise ValueError(f"`Target(temperature=...)` must be positive, but got {temperature}.")
         self.log_density, self.log_likelihood = log_density, log_likelihood
         self.data = jax.tree.map(jnp.asarray, data)

@@ -242,10 +242,11 @@ class LowRank(eqx.Module):
         X = t * (self.shift * identity - half - half.T)
         L = jnp.linalg.cholesky(0.5 * (identity + matmul(identity - X, identity - X)))
         x = t * self.shift
-        rest = (0.5 * (1 + (1 - x) ** 2)) ** -0.5
+        # The barrier keeps `log(rest)` that of the rounded number by which A is multiplied.
+        rest = jax.lax.optimization_barrier((0.5 * (1 + (1 - x) ** 2)) ** -0.5)
         R_inverse, L_inverse = (solve_triangular(F, identity, lower=True) for F in (R, L))
         core = matmul(matmul(R_inverse.T, L_inverse - rest * identity), R_inverse)
-        log_det = (d - 2 * M) * jnp.log(rest) - jnp.log(jnp.diagonal(L)).sum()
+        log_det = (d - 2 * M) * jnp.log(rest) + jnp.log(jnp.diagonal(L_inverse)).sum()
         size = jnp.maximum(jnp.sqrt(jnp.sum(X**2)), jnp.abs(x))
         fits = (size < CHOLESKY_LIMIT) & (jnp.diagonal(R).min() > CHOLESKY_PIVOT)
         none, all_ = jnp.zeros((), jnp.int32), jnp.ones((), rows.dtype)
