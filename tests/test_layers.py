@@ -26,6 +26,7 @@ ORDER = [
     "iblr.diagnostics",
     "iblr.posterior",
     "iblr.history",
+    "iblr.loop",
     "iblr.fit",
     "iblr.laplace",
     "iblr",

@@ -27,9 +27,9 @@ from iblr.families.diagonal import DiagonalGaussian as DiagonalGaussian
 from iblr.families.gaussian import Gaussian as Gaussian
 from iblr.fit import FitError as FitError
 from iblr.fit import fit as fit
-from iblr.fit import init as init
-from iblr.fit import step as step
 from iblr.laplace import laplace as laplace
+from iblr.loop import init as init
+from iblr.loop import step as step
 from iblr.posterior import Posterior as Posterior
 from iblr.rule import (
     geodesic_step as geodesic_step,

@@ -60,7 +60,8 @@ class Rep(AbstractEstimator):
         """Ghat = I - sym(E'Y) / M."""
         draw_key, batch_key = jax.random.split(key)
         E = _noise(family, draw_key, self.samples)
-        W = _gradients(target.sampled(family.structure, target.batch(batch_key)), family, E)
+        function = target.sampled(family.structure, target.batch(batch_key))
+        W = _slopes(function, family.mean + family.colour(E))
         Y = family.whiten(W)
         curvature = family.low_rank(1.0, E / self.samples, Y)
         return _with_prior(family, target, GaussianTangent(W.mean(0), Y.mean(0), curvature))
@@ -194,12 +195,6 @@ class AtMean(AbstractEstimator):
 
 def _noise(family: AbstractGaussian, key: Key[Array, ""], rows: int) -> Float[Array, "M d"]:
     return jax.random.normal(key, (rows, family.dim), family.mean.dtype)
-
-
-def _gradients(
-    function: FlatFunction, family: AbstractGaussian, noise: Float[Array, "M d"]
-) -> Float[Array, "M d"]:
-    return _slopes(function, family.mean + family.colour(noise))
 
 
 def _slopes(function: FlatFunction, Z: Float[Array, "M d"]) -> Float[Array, "M d"]:

@@ -1,7 +1,7 @@
-"""The loop: keys, schedules, momentum, chunks, progress and interrupts; no family's mathematics.
+"""Fitting: chunks of steps, progress, interrupts and checks; no family's mathematics.
 
-`init` and `step` are pure and may be used under `jit`, `vmap` and `scan`. `fit` runs chunks of
-steps as one compiled program, looks at the ELBO after each, and compiles nothing after the first.
+`fit` runs chunks of steps as one compiled program, looks at the ELBO after each, and compiles
+nothing after the first.
 The noise of step k is a function of (key, k) alone, so chunks, interrupts and resumptions do not
 change the bits of a run.
 """
@@ -19,8 +19,9 @@ from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from iblr.diagnostics import elbo
 from iblr.estimators import AbstractEstimator, Stl
-from iblr.families.base import AbstractFamily, StepInfo
+from iblr.families.base import AbstractFamily
 from iblr.history import History, Progress, ProgressLine, Report
+from iblr.loop import Schedule, State, init, step
 from iblr.posterior import Posterior
 from iblr.rule import improved_step
 from iblr.status import Status
@@ -31,22 +32,10 @@ ELBO_DRAWS = 200
 ELBO_TAG = 2  # not 0 or 1, which are the two keys that a step splits off
 REFRESH_UP_TO = 2048
 
-Schedule = Callable[[Any], Any]
-
 
 def default_step_size(step: ArrayLike) -> Float[Array, ""]:
     """min(1/10, 2 / (10 + k)): large steps first, then an average of natural parameters."""
     return jnp.minimum(0.1, 2 / (10.0 + step))
-
-
-class State(eqx.Module):
-    """Where a fit stands: everything the next step needs."""
-
-    family: AbstractFamily
-    momentum: Float[Array, " d"]
-    momentum_weight: Float[Array, ""]
-    step: Int[Array, ""]
-    key: Key[Array, ""]
 
 
 class FitError(RuntimeError):
@@ -55,60 +44,6 @@ class FitError(RuntimeError):
     def __init__(self, message: str, posterior: Posterior):
         super().__init__(message)
         self.posterior = posterior
-
-
-def init(family: AbstractFamily, key: Key[Array, ""]) -> State:
-    """The state before the first step."""
-    zero = jnp.zeros((), family.dtype)
-    return State(family, jnp.zeros(family.dim, family.dtype), zero, jnp.zeros((), jnp.int32), key)
-
-
-def step(
-    state: State,
-    target: Target | Callable,
-    *,
-    estimator: AbstractEstimator,
-    step_size: ArrayLike | Schedule,
-    momentum: ArrayLike | None = None,
-    trust_region: bool = False,
-    rule: Callable = improved_step,
-) -> tuple[State, StepInfo]:
-    """One step, for people who write their own loop.
-
-    Args:
-        state: from `init` or the last `step`.
-        target: a log density or a `Target`.
-        estimator: how the natural gradient is estimated.
-        step_size: a number, or a schedule of the step index (any of optax's).
-        momentum: r of the natural momentum, [LSK20] appendix E.3, in [0, 1); None for none.
-        trust_region: see `improved_step`.
-        rule: `improved_step`, `natural_gradient_step` or `geodesic_step`.
-
-    Example:
-        >>> import iblr, jax
-        >>> state = iblr.init(iblr.Gaussian.standard(2), jax.random.key(0))
-        >>> for _ in range(3):
-        ...     state, info = iblr.step(state, lambda z: -0.5 * (z**2).sum(),
-        ...                             estimator=iblr.Stl(pairs=4), step_size=0.1)
-        >>> int(state.step)
-        3
-    """
-    target, family = as_target(target, "step"), state.family
-    tangent = estimator(family, target, jax.random.fold_in(state.key, state.step))
-    buffer, weight = state.momentum, state.momentum_weight
-    if momentum is not None:
-        # mu <- mu - t1 ghat + t2 Sigma_k Sigma_{k-1}^-1 (mu_k - mu_{k-1}) in the form of a running
-        # mean of gradients, which needs no transport from one metric to the next.
-        r = jnp.asarray(momentum, family.dtype)
-        buffer = r * buffer + (1 - r) * tangent.gradient
-        weight = r * weight + (1 - r)
-        tangent = family.with_gradient(tangent, buffer / weight)
-    t = step_size(state.step) if callable(step_size) else step_size
-    options = {"trust_region": True} if trust_region else {}
-    family, info = rule(family, tangent, t, **options)
-    buffer = jnp.where(info.refused, state.momentum, buffer)
-    weight = jnp.where(info.refused, state.momentum_weight, weight)
-    return State(family, buffer, weight, state.step + 1, state.key), info
 
 
 @eqx.filter_jit
