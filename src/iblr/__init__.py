@@ -23,8 +23,14 @@ from iblr.estimators import (
     Stl as Stl,
 )
 from iblr.families.curvature import Parameterisation as Parameterisation
+from iblr.families.custom import custom as custom
+from iblr.families.definition import positive_definite as positive_definite
 from iblr.families.diagonal import DiagonalGaussian as DiagonalGaussian
+from iblr.families.exponential import Exponential as Exponential
+from iblr.families.gamma import Gamma as Gamma
 from iblr.families.gaussian import Gaussian as Gaussian
+from iblr.families.inverse_gaussian import InverseGaussian as InverseGaussian
+from iblr.families.product import Product as Product
 from iblr.fit import FitError as FitError
 from iblr.fit import fit as fit
 from iblr.laplace import laplace as laplace
@@ -38,9 +44,17 @@ from iblr.rule import (
     improved_step as improved_step,
 )
 from iblr.rule import (
+    line_search_step as line_search_step,
+)
+from iblr.rule import (
     natural_gradient_step as natural_gradient_step,
 )
 from iblr.status import Status as Status
+from iblr.support import interval as interval
+from iblr.support import ordered as ordered
+from iblr.support import positive as positive
+from iblr.support import real as real
+from iblr.support import simplex as simplex
 from iblr.target import Target as Target
 
 __version__ = "0.1.0"

@@ -23,10 +23,11 @@ def elbo(
 ) -> Elbo:
     """E_q[log p(z) - log q(z)] from `draws` draws.
 
-    The entropy of q, and the term of a prior that is a family, are known exactly: they serve as a
-    control variate whose coefficient is fitted to the draws. So the noise vanishes both where the
-    target is all prior and where q is the posterior. With minibatches every draw takes its own,
-    and the standard error includes their noise.
+    The entropy of q (but for a family that has no closed form of it), and the term of a prior that
+    is a family, are known exactly: they serve as a control variate whose coefficient is fitted to
+    the draws. So the noise vanishes both where the target is all prior and where q is the
+    posterior. With minibatches every draw takes its own, and the standard error includes their
+    noise.
 
     Example:
         >>> import iblr, jax
@@ -50,8 +51,12 @@ def elbo(
     known, expectation = -log_q, family.entropy()
     if target.exact_prior is not None:
         prior, weight = target.exact_prior, (1 / target.temperature).astype(rows.dtype)
-        known = known + weight * prior.log_prob(family.structure.unravel(rows))
-        expectation = expectation + weight * prior.expected_log_prob(family)
+        known = known + weight * prior.log_prob_rows(rows)
+        if expectation is not None:
+            expectation = expectation + weight * prior.expected_log_prob(family)
+    if expectation is None:
+        terms = sampled + known
+        return Elbo(terms.mean(), terms.std() / jnp.sqrt(draws - 1))
     deviation = known - expectation
     spread = jnp.var(deviation)
     slope = jnp.mean((sampled - sampled.mean()) * deviation) / jnp.where(spread > 0, spread, 1)

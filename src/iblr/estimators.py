@@ -1,14 +1,23 @@
 """Estimators of the natural gradient: sample q, evaluate the target, return a tangent.
 
-Every estimator is a final `eqx.Module` called as `estimator(family, target, key) -> tangent`, and
-works in whitened coordinates. Rows: noise E, draws Z = mu + E A, gradients W of lbar = -log p at
-the draws, whitened Y = W A'. What differs is the whitened natural gradient Ghat of the precision:
+Every estimator is a final `eqx.Module` called as `estimator(family, target, key) -> tangent`. It
+draws rows Z, takes the slopes W of lbar = -log p there, and leaves the family to turn them into its
+natural gradient. `Rep` and `Stl` do so for every family; they differ in the part of log q:
+
+    Rep     grad of E[lbar] from the slopes, that of the entropy exact
+    Stl     the slopes of b = lbar + log q, whose noise vanishes where q is the target
+
+The other three are of the Gaussians alone and work in whitened coordinates. With noise E, draws
+Z = mu + E A and whitened slopes Y = W A', the whitened natural gradient Ghat of the precision is
 
     Rep     I - sym(E'Y) / M                         the paper's "-rep", eq. gauss_cov_rep
-    Stl     -sym(E'D) / P,  D = Y - E                grad of lbar + log q, eq. mog_cov_rep at K = 1
+    Stl     -sym(E'D) / P,  D = Y - E                eq. mog_cov_rep at K = 1
     Secant  -K,  the smallest symmetric K, K E' = D'
     Hess    I - A E[hess lbar] A'                    the paper's "-hess", eq. gauss_cov_hess
     AtMean  I - A hess lbar(mu) A'                   the online Newton method, section 3.1
+
+For the positive families the slopes reach the parameters by implicit reparameterisation (appendices
+F, G and H).
 """
 
 import abc
@@ -21,6 +30,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
 from iblr.families.abstract_gaussian import AbstractGaussian, GaussianTangent
+from iblr.families.base import AbstractFamily
 from iblr.target import FlatFunction, Target
 
 
@@ -40,6 +50,8 @@ class AbstractEstimator(eqx.Module):
 class Rep(AbstractEstimator):
     """The reparameterisation estimator of the paper, from gradients at independent draws.
 
+    The gradient of the entropy, and that of a prior given as a family, are exact.
+
     Args:
         samples: draws, and gradient evaluations, a step.
     """
@@ -54,28 +66,25 @@ class Rep(AbstractEstimator):
         """Evaluations of the target's gradient in one call."""
         return self.samples
 
-    def __call__(
-        self, family: AbstractGaussian, target: Target, key: Key[Array, ""]
-    ) -> GaussianTangent:
-        """Ghat = I - sym(E'Y) / M."""
+    def __call__(self, family: AbstractFamily, target: Target, key: Key[Array, ""]) -> Any:
+        """See `family.rep`."""
         draw_key, batch_key = jax.random.split(key)
-        E = _noise(family, draw_key, self.samples)
+        draws = family.draw(draw_key, self.samples)
         function = target.sampled(family.structure, target.batch(batch_key))
-        W = _slopes(function, family.mean + family.colour(E))
-        Y = family.whiten(W)
-        curvature = family.low_rank(1.0, E / self.samples, Y)
-        return _with_prior(family, target, GaussianTangent(W.mean(0), Y.mean(0), curvature))
+        tangent = family.rep(draws, _slopes(function, draws.rows))
+        return _with_prior(family, target, tangent)
 
 
 class Stl(AbstractEstimator):
-    """Sticking the landing, from antithetic pairs: noiseless at the optimum of a Gaussian target.
+    """Sticking the landing, from pairs of draws: noiseless where the family holds the target.
 
-    A prior given as a family enters through its gradient: a Gaussian's is exact in the mean by
-    antithesis, and the noise of the curvature vanishes at the optimum only if the prior is sampled
-    with the likelihood, whose noise it cancels there.
+    A prior given as a family enters through its gradient at the draws: the noise vanishes at the
+    optimum only if the prior is sampled with the likelihood, whose noise it cancels there. (A
+    Gaussian's is exact in the mean all the same, by antithesis.)
 
     Args:
-        pairs: pairs +-eps a step, each of two gradient evaluations.
+        pairs: pairs of draws a step, each of two gradient evaluations; a Gaussian draws +-eps, a
+            family without a symmetry two independent points.
     """
 
     pairs: int = eqx.field(static=True, default=8)
@@ -88,15 +97,12 @@ class Stl(AbstractEstimator):
         """Evaluations of the target's gradient in one call."""
         return 2 * self.pairs
 
-    def __call__(
-        self, family: AbstractGaussian, target: Target, key: Key[Array, ""]
-    ) -> GaussianTangent:
-        """Ghat = -sym(E'D) / P with D = (Y+ - Y-)/2 - E."""
+    def __call__(self, family: AbstractFamily, target: Target, key: Key[Array, ""]) -> Any:
+        """See `family.stl`."""
         draw_key, batch_key = jax.random.split(key)
-        E = _noise(family, draw_key, self.pairs)
+        draws = family.draw(draw_key, 2 * self.pairs, antithetic=True)
         function = target.whole(family.structure, target.batch(batch_key))
-        gradient, whitened, D = _differences(function, family, E)
-        return GaussianTangent(gradient, whitened, family.low_rank(0.0, E / self.pairs, D))
+        return family.stl(draws, _slopes(function, draws.rows))
 
 
 class Secant(AbstractEstimator):
@@ -128,10 +134,11 @@ class Secant(AbstractEstimator):
     ) -> GaussianTangent:
         """Ghat = -K with K E' = D' as the ridge vanishes."""
         draw_key, batch_key = jax.random.split(key)
-        E = _noise(family, draw_key, self.pairs)
+        draws = _gaussian("Secant", family).draw(draw_key, 2 * self.pairs, antithetic=True)
         function = target.whole(family.structure, target.batch(batch_key))
-        gradient, whitened, D = _differences(function, family, E)
-        return GaussianTangent(gradient, whitened, family.secant(E, D, self.ridge))
+        slopes = _slopes(function, draws.rows)
+        gradient, whitened, D = family.differences(draws, slopes)
+        return GaussianTangent(gradient, whitened, family.secant(draws.noise, D, self.ridge))
 
 
 class Hess(AbstractEstimator):
@@ -160,11 +167,10 @@ class Hess(AbstractEstimator):
         """Ghat = I - A H A' with H the mean Hessian at the draws."""
         draw_key, batch_key = jax.random.split(key)
         batch = target.batch(batch_key)
-        E = _noise(family, draw_key, self.samples)
+        rows = _gaussian("Hess", family).draw(draw_key, self.samples).rows
         function = target.sampled(family.structure, batch)
         hessian = _hessian(self.hessian, target, family, batch, function)
-        Z = family.mean + family.colour(E)
-        tangent = _newton(family, function, hessian, Z)
+        tangent = _newton(family, function, hessian, rows)
         return _with_prior(family, target, tangent)
 
 
@@ -189,30 +195,24 @@ class AtMean(AbstractEstimator):
         batch = target.batch(key)
         function = target.sampled(family.structure, batch)
         hessian = _hessian(self.hessian, target, family, batch, function)
-        tangent = _newton(family, function, hessian, family.mean[None])
+        start = _gaussian("AtMean", family).mean[None]
+        tangent = _newton(family, function, hessian, start)
         return _with_prior(family, target, tangent)
 
 
-def _noise(family: AbstractGaussian, key: Key[Array, ""], rows: int) -> Float[Array, "M d"]:
-    return jax.random.normal(key, (rows, family.dim), family.mean.dtype)
+def _gaussian(estimator: str, family: Any) -> AbstractGaussian:
+    if not isinstance(family, AbstractGaussian):
+        raise ValueError(
+            f"`{estimator}` estimates the curvature of a Gaussian, but got a {family.name}. Use "
+            "`iblr.Stl(pairs=...)` or `iblr.Rep(samples=...)`, which serve every family."
+        )
+    return family
 
 
 def _slopes(function: FlatFunction, Z: Float[Array, "M d"]) -> Float[Array, "M d"]:
     """Gradients of minus the log density; nan where the log density itself is not finite."""
     values, gradients = jax.vmap(jax.value_and_grad(function))(Z)
     return jnp.where(jnp.isfinite(values)[:, None], -gradients, jnp.nan)
-
-
-def _differences(
-    function: FlatFunction, family: AbstractGaussian, E: Float[Array, "P d"]
-) -> tuple[Float[Array, " d"], Float[Array, " d"], Float[Array, "P d"]]:
-    """Mean gradient, the same whitened, and D, which is E (H - I) whitened for a quadratic."""
-    X = family.colour(E)
-    W = _slopes(function, jnp.concatenate([family.mean + X, family.mean - X]))
-    up, down = W[: len(E)], W[len(E) :]
-    gradient = 0.5 * (up + down).mean(0)
-    Y = family.whiten(jnp.concatenate([0.5 * (up - down), gradient[None]]))
-    return gradient, Y[-1], Y[:-1] - E
 
 
 def _newton(
@@ -237,6 +237,11 @@ def _hessian(
     if given is None:
         return jax.hessian(function)
     structure = family.structure
+    if not structure.is_real:
+        raise ValueError(
+            "`hessian=` is taken in the coordinates of the points, but this family maps leaves "
+            "onto a support. Leave `hessian=` out: it is then differentiated."
+        )
 
     def hessian(vector: Float[Array, " d"]) -> Float[Array, "d d"]:
         matrix = jnp.asarray(given(*target.arguments(structure.unravel(vector), batch)))
@@ -254,13 +259,11 @@ def _hessian(
     return hessian
 
 
-def _with_prior(
-    family: AbstractGaussian, target: Target, tangent: GaussianTangent
-) -> GaussianTangent:
+def _with_prior(family: AbstractFamily, target: Target, tangent: Any) -> Any:
     if target.exact_prior is None:
         return tangent
-    weight = (1 / target.temperature).astype(family.mean.dtype)
-    return family.add_precision(tangent, target.exact_prior, weight)
+    weight = (1 / target.temperature).astype(family.dtype)
+    return family.add_prior(tangent, target.exact_prior, weight)
 
 
 def _check_count(call: str, value: int) -> None:

@@ -19,7 +19,9 @@ from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from iblr.diagnostics import elbo
 from iblr.estimators import AbstractEstimator, Stl
+from iblr.families.abstract_gaussian import AbstractGaussian
 from iblr.families.base import AbstractFamily
+from iblr.families.product import Product
 from iblr.history import History, Progress, ProgressLine, Report
 from iblr.loop import Schedule, State, init, step
 from iblr.posterior import Posterior
@@ -67,11 +69,12 @@ def _chunk(
                         info.refused.astype(jnp.int32),
                         (info.status == Status.left_set).astype(jnp.int32),
                         info.limited,
+                        info.halvings,
                     ]
                 )
                 return after, counts
 
-            idle = lambda: (state, jnp.zeros(3, jnp.int32))  # noqa: E731
+            idle = lambda: (state, jnp.zeros(4, jnp.int32))  # noqa: E731
             return jax.lax.cond(index < span[1], advance, idle)
 
         state, counts = jax.lax.scan(body, state, span[0] + jnp.arange(length))
@@ -81,8 +84,8 @@ def _chunk(
         state = dataclasses.replace(state, family=family)
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), ELBO_TAG)
         value, standard_error = elbo(target, family, key, draws=elbo_draws)
-        refused, left_set, limited = counts.sum(0)
-        return state, Report(value, standard_error, refused, left_set, limited, drift)
+        refused, left_set, limited, halvings = counts.sum(0)
+        return state, Report(value, standard_error, refused, left_set, limited, halvings, drift)
 
     return jax.vmap(one_run)(state) if batched else one_run(state)
 
@@ -92,6 +95,7 @@ def fit(
     family: AbstractFamily,
     *,
     key: Key[Array, "*runs"],
+    support: Any = None,
     estimator: AbstractEstimator | None = None,
     step_size: ArrayLike | Schedule = default_step_size,
     num_steps: int = 2000,
@@ -112,13 +116,15 @@ def fit(
         family: the start; its type fixes the approximation and its structure the points'.
         key: a typed key. An array of keys runs as many fits as one program; then `family` may
             hold a batch of starts, stacked along a first axis.
+        support: where leaves of a Gaussian live, such as `{"tau": iblr.positive}`; short for
+            `family.with_support(support)`.
         estimator: how the natural gradient is estimated; None is `Stl(pairs=8)`.
         step_size: t, a number or a schedule of the step index (any of optax's).
         num_steps: steps to take.
         momentum: r of the natural momentum, in [0, 1).
         trust_region: bound the change of one step, see `improved_step`. Worth it far from the
             target or with `Secant`; with a decaying step size it can delay the approach.
-        rule: `improved_step`, `natural_gradient_step` or `geodesic_step`.
+        rule: `improved_step`, `natural_gradient_step`, `line_search_step` or `geodesic_step`.
         callback: called with a `Progress` after every chunk; return True to stop.
         progress: show a line of progress; None shows it in a terminal.
         throw: raise `FitError` when the fit fails (in a batch: when every run fails). If False,
@@ -143,6 +149,8 @@ def fit(
     _check_options(step_size, num_steps, momentum, chunk_size, elbo_draws)
     _check_method(estimator, rule, trust_region)
     batched = _check_key(family, key)
+    if support is not None:
+        family = _with_support(family, support)
     now: State = _start(family, key, batched)
     if state is not None:
         now = _check_state(state, now)
@@ -207,14 +215,23 @@ def _start(family: AbstractFamily, key: Key[Array, "*runs"], batched: bool) -> S
 
 
 def _is_batch(family: AbstractFamily) -> bool:
-    return family.mean.ndim > 1
+    return len(family.batch_shape) > 0
+
+
+def _with_support(family: AbstractFamily, support: Any) -> AbstractFamily:
+    if not isinstance(family, AbstractGaussian | Product):
+        raise ValueError(
+            f"`fit(support=...)` maps a Gaussian onto constrained leaves, but a {family.name} has "
+            "a support of its own. Leave `support=` out."
+        )
+    return family.with_support(support)
 
 
 def _preflight(target: Target, family: AbstractFamily, key: Key[Array, "*runs"], batched: bool):
     """Check the target at the mean of the start (the first, in a batch) and at draws around it."""
     if batched:
         family, key = jax.tree.map(lambda x: x[0], (family, key))
-    draws, _ = family.sample_with_log_prob(key, 7)
+    draws = family.draw(key, 7).rows
     target.check(family.structure, jnp.concatenate([family.mean[None], draws]))
 
 
@@ -232,10 +249,11 @@ def _check_key(family: AbstractFamily, key: Key[Array, "*runs"]) -> bool:
         )
     if key.ndim > 1:
         raise ValueError(f"`fit(key=...)` takes one axis of keys, but got shape {key.shape}.")
-    if _is_batch(family) and family.mean.shape[:1] != key.shape:
+    if _is_batch(family) and family.batch_shape != key.shape:
+        starts = family.batch_shape[0]
         raise ValueError(
-            f"`fit(target, family, key=...)` got {family.mean.shape[0]} starts and keys of shape "
-            f"{key.shape}. Pass one key a start: `jax.random.split(key, {family.mean.shape[0]})`."
+            f"`fit(target, family, key=...)` got {starts} starts and keys of shape {key.shape}. "
+            f"Pass one key a start: `jax.random.split(key, {starts})`."
         )
     return key.ndim == 1
 

@@ -23,6 +23,7 @@ class Report(NamedTuple):
     refused: Any
     left_set: Any
     limited: Any
+    halvings: Any
     drift: Any
 
 
@@ -45,7 +46,7 @@ class History:
         runs = jax.tree.leaves(family)[0].shape[:1] if batched else ()
         self.first_step = self.step = first_step
         self.rows: list[tuple[int, Any, Any, float]] = []
-        self.refused = self.left_set = self.limited = np.zeros(runs, int)
+        self.refused = self.left_set = self.limited = self.halvings = np.zeros(runs, int)
         self.stuck = self.inaccurate = np.zeros(runs, bool)
         self.best_elbo, self.best_elbo_se = np.full(runs, -np.inf), np.full(runs, np.nan)
         self.best_family = family
@@ -60,6 +61,7 @@ class History:
         self.refused = self.refused + report.refused
         self.left_set = self.left_set + report.left_set
         self.limited = self.limited + report.limited
+        self.halvings = self.halvings + report.halvings
         self.stuck = report.refused == taken
         self.inaccurate = self.inaccurate | ~(report.drift <= LARGEST_DRIFT)
         better = np.nan_to_num(report.elbo, nan=-np.inf, posinf=-np.inf) > self.best_elbo
@@ -113,6 +115,7 @@ class History:
             ),
             refused=np.asarray(self.refused),
             limited=np.asarray(self.limited),
+            halvings=np.asarray(self.halvings),
             num_steps=self.step,
             num_gradients=num_gradients,
             seconds=seconds,

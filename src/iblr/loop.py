@@ -24,7 +24,7 @@ class State(eqx.Module):
     """Where a fit stands: everything the next step needs."""
 
     family: AbstractFamily
-    momentum: Float[Array, " d"]
+    momentum: Float[Array, " p"]
     momentum_weight: Float[Array, ""]
     step: Int[Array, ""]
     key: Key[Array, ""]
@@ -33,7 +33,9 @@ class State(eqx.Module):
 def init(family: AbstractFamily, key: Key[Array, ""]) -> State:
     """The state before the first step."""
     zero = jnp.zeros((), family.dtype)
-    return State(family, jnp.zeros(family.dim, family.dtype), zero, jnp.zeros((), jnp.int32), key)
+    return State(
+        family, jnp.zeros(family.gradient_size, family.dtype), zero, jnp.zeros((), jnp.int32), key
+    )
 
 
 def step(
@@ -55,7 +57,7 @@ def step(
         step_size: a number, or a schedule of the step index (any of optax's).
         momentum: r of the natural momentum, [LSK20] appendix E.3, in [0, 1); None for none.
         trust_region: see `improved_step`.
-        rule: `improved_step`, `natural_gradient_step` or `geodesic_step`.
+        rule: `improved_step`, `natural_gradient_step`, `line_search_step` or `geodesic_step`.
 
     Example:
         >>> import iblr, jax

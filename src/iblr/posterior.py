@@ -52,6 +52,7 @@ class Posterior(eqx.Module):
         trace: ELBO and step size after every chunk.
         refused: steps not taken because the target was not finite at the sampled points.
         limited: directions whose change was cut to what the precision can hold, over all steps.
+        halvings: how often a step was halved to stay in the set, where no theorem keeps it there.
         num_steps: steps taken since the start, those before a resumption included.
         num_gradients: evaluations of the target's gradient by this call of `fit`.
         seconds: wall-clock time of the fit, compilation included.
@@ -65,6 +66,7 @@ class Posterior(eqx.Module):
     trace: Trace
     refused: np.ndarray
     limited: np.ndarray
+    halvings: np.ndarray
     num_steps: int
     num_gradients: int
     seconds: float
@@ -97,6 +99,7 @@ class Posterior(eqx.Module):
             trace=trace,
             refused=np.asarray(self.refused[run]),
             limited=np.asarray(self.limited[run]),
+            halvings=np.asarray(self.halvings[run]),
             num_steps=self.num_steps,
             num_gradients=self.num_gradients,
             seconds=self.seconds,
@@ -125,21 +128,21 @@ class Posterior(eqx.Module):
     @property
     def mean(self) -> PyTree:
         """Posterior mean, in the structure of the parameters."""
-        return self._over_runs(lambda q: q.structure.unravel(q.mean))
+        return self._over_runs(lambda q: q.moments()[0])
 
     @property
     def standard_deviation(self) -> PyTree:
         """Marginal standard deviations, in the structure of the parameters."""
-        return self._over_runs(lambda q: q.structure.unravel(q.standard_deviations))
+        return self._over_runs(lambda q: q.moments()[1])
 
     @property
     def covariance(self) -> Float[Array, "*runs d d"]:
-        """Covariance of the flat parameters."""
+        """Covariance of the flat coordinates (on a support, of what is mapped onto it)."""
         return self._over_runs(lambda q: q.covariance)
 
     @property
     def precision(self) -> Float[Array, "*runs d d"]:
-        """Inverse covariance of the flat parameters."""
+        """Inverse covariance of the flat coordinates."""
         return self._over_runs(lambda q: q.precision)
 
     def sample(self, key: Key[Array, ""], num: int | None = None) -> PyTree:
@@ -188,14 +191,14 @@ class Posterior(eqx.Module):
                 f"run {i}: ELBO {_elbo_words(self[i])}; {self[i].message}" for i in range(len(self))
             ]
             return "\n".join([f"{len(self)} runs of {_words(self)}", *runs])
-        mean = np.asarray(self.family.mean)
-        sd = np.asarray(self.family.standard_deviations)
-        labels = self.family.structure.labels()
+        structure = self.family.structure
+        trees = (*self.family.moments(), *self.family.intervals(0.9))
+        columns = [np.asarray(structure.ravel_point(tree, "summary")) for tree in trees]
+        labels = structure.labels()
         width = max(len(label) for label in ["parameter", *labels[:rows]])
         head = f"{'parameter':<{width}} {'mean':>11} {'sd':>11} {'5 %':>11} {'95 %':>11}"
         lines = [_words(self), f"ELBO {_elbo_words(self)} nats. {self.message}", "", head]
-        for label, m, s in list(zip(labels, mean, sd, strict=True))[:rows]:
-            low, high = m - 1.6449 * s, m + 1.6449 * s
+        for label, m, s, low, high in list(zip(labels, *columns, strict=True))[:rows]:
             lines.append(f"{label:<{width}} {m:>11.4g} {s:>11.4g} {low:>11.4g} {high:>11.4g}")
         if len(labels) > rows:
             lines.append(f"... and {len(labels) - rows} more")
@@ -209,13 +212,16 @@ def _words(posterior: Posterior) -> str:
     family = posterior.family
     counts = f"{posterior.num_steps} steps, {posterior.num_gradients} gradients"
     text = (
-        f"{type(family).__name__} over {family.dim} parameters, {counts}, {posterior.seconds:.1f} s"
+        f"{family.name} over {family.structure.point_dim} parameters, {counts}, "
+        f"{posterior.seconds:.1f} s"
     )
     refused, limited = int(np.sum(posterior.refused)), int(np.sum(posterior.limited))
     if refused:
         text += f", {refused} steps refused"
     if limited:
         text += f", {limited} changes limited"
+    if np.any(posterior.halvings):
+        text += f", {int(np.sum(posterior.halvings))} halvings"
     return text
 
 

@@ -69,7 +69,28 @@ def natural_gradient_step(
     `info.status` is `Status.left_set`.
     """
     t, t_curvature = _step_sizes(family, step_size, curvature_step_size)
-    return family.original(tangent, t, t_curvature, parameterisation)
+    return family.original(tangent, t, t_curvature, parameterisation, None)
+
+
+def line_search_step(
+    family: AbstractFamily,
+    tangent: object,
+    step_size: ArrayLike,
+    *,
+    curvature_step_size: ArrayLike | None = None,
+    parameterisation: Parameterisation = Parameterisation.precision,
+    share: float = 0.8,
+) -> tuple[AbstractFamily, StepInfo]:
+    """One step of the original rule, cut so that it stays in the set of valid parameters.
+
+    A search for feasibility only, as the paper's baselines have it: where the step would leave the
+    set, all of it is scaled down to `share` of the way to the boundary (`info.shrunk` is the
+    factor). One step size serves all entries, so one parameter near its boundary holds up all.
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"`line_search_step(share=...)` must be between 0 and 1, but got {share}.")
+    t, t_curvature = _step_sizes(family, step_size, curvature_step_size)
+    return family.original(tangent, t, t_curvature, parameterisation, share)
 
 
 def geodesic_step(
@@ -81,7 +102,12 @@ def geodesic_step(
 ) -> tuple[AbstractFamily, StepInfo]:
     """One step along the exact geodesic of every block, [LSK20] section 5.3.
 
-    For a Gaussian: straight in the mean, S^(1/2) exp(-t Ghat) S^(1/2) in the precision.
+    For a Gaussian: straight in the mean, S^(1/2) exp(-t Ghat) S^(1/2) in the precision. For an
+    `Exponential`: lambda exp(-t ghat / lambda). For an `InverseGaussian`: the same in the block
+    alpha, and lambda (1 - t ghat / (4 lambda))^4 in beta^2, which reaches the boundary in finite
+    time; then the family comes back unchanged and `info.status` is `Status.left_set`. The length of
+    a Gamma's shape and that of a user's block have no closed form: for those, and for a `Product`
+    with such a part, a `ValueError`.
     """
     t, t_curvature = _step_sizes(family, step_size, curvature_step_size)
     return family.geodesic(tangent, t, t_curvature)

@@ -22,6 +22,11 @@ class Status(eqx.Enumeration):
         "positive definite), so the family was kept. Use a smaller step size, or `improved_step`, "
         "which cannot leave the set."
     )
+    out_of_range = (
+        "The step would have taken a parameter beyond what this precision can hold (to zero or to "
+        "infinity), so it was refused and the family kept. Use a smaller step size, rescale the "
+        "parameters, or enable float64."
+    )
     refused_steps = (
         "More than a tenth of the steps were refused because the log density or its gradient was "
         "nan or infinite there; the rest were taken. Look at the support of the log density."

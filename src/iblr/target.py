@@ -136,26 +136,35 @@ class Target(eqx.Module):
         return (z,) if self.data is None else (z, batch)
 
     def sampled(self, structure: Structure, batch: PyTree) -> FlatFunction:
-        """The part that must be sampled, as a function of a flat point: all but an exact prior."""
+        """The part that must be sampled, as a function of flat coordinates: all but an exact prior.
+
+        On a support it is the density of the coordinates, log p(z(x)) + log|dz/dx|. A prior that is
+        a family over the same coordinates already has its share of the Jacobian, which the
+        temperature does not divide.
+        """
         function: Any = self.log_density or self.log_likelihood
+        share = 1.0 if self.exact_prior is None else 1 - 1 / self.temperature
+        share = jnp.asarray(share)
 
         def log_density(vector: Float[Array, " d"]) -> Float[Array, ""]:
             z = structure.unravel(vector)
             value = self.weight * function(*self.arguments(z, batch))
             if callable(self.prior):
                 value = value + jnp.asarray(self.prior(z)) / self.temperature
+            if not structure.is_real:
+                value = value + share * structure.log_jacobian(vector)
             return value.astype(vector.dtype)
 
         return log_density
 
     def whole(self, structure: Structure, batch: PyTree) -> FlatFunction:
-        """The tempered log density of a flat point, the prior included."""
+        """The tempered log density of flat coordinates, the prior included."""
         sampled = self.sampled(structure, batch)
         if self.exact_prior is None:
             return sampled
 
         def log_density(vector: Float[Array, " d"]) -> Float[Array, ""]:
-            log_prior = self.exact_prior.log_prob(structure.unravel(vector))
+            log_prior = self.exact_prior.log_prob_rows(vector[None])[0]
             return sampled(vector) + (log_prior / self.temperature).astype(vector.dtype)
 
         return log_density

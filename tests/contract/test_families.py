@@ -562,7 +562,7 @@ def test_exactly_one_of_dim_and_like_is_needed(family):
 
 @pytest.mark.parametrize("family", BOTH)
 def test_like_needs_floating_point_leaves(family):
-    with raises("standard", "floating-point leaves.*count.*int32"):
+    with raises(f"{family.__name__}.standard", "floating-point leaves.*count.*int32"):
         family.standard(like={"count": jnp.zeros(2, jnp.int32), "w": jnp.zeros(2)})
     with raises("standard", "floating-point leaves.*bool"):
         family.standard(like=jnp.zeros(2, bool))

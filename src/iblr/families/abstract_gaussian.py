@@ -10,6 +10,7 @@ scalar function of the spectrum that `curvature` explains.
 """
 
 import abc
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
 from iblr.families import curvature as curvature_
-from iblr.families.base import AbstractFamily, StepInfo
+from iblr.families.base import AbstractFamily, Draws, StepInfo
 from iblr.families.curvature import Dense, Diagonal, LowRank, Parameterisation, RootChange
 from iblr.status import Status
 
@@ -95,14 +96,52 @@ class AbstractGaussian(AbstractFamily):
         """I - A H A' for a Hessian of the negative log density."""
 
     @abc.abstractmethod
-    def add_precision(self, tangent: GaussianTangent, prior: Any, weight: Any) -> GaussianTangent:
+    def add_prior(
+        self, tangent: GaussianTangent, prior: Any, weight: Float[Array, ""]
+    ) -> GaussianTangent:
         """The tangent with the exact term of `weight * log prior` added."""
+
+    def rep(self, draws: Draws, slopes: Float[Array, "M d"]) -> GaussianTangent:
+        """Ghat = I - sym(E'Y) / M, the paper's "-rep", [LSK20] eq. gauss_cov_rep."""
+        Y = self.whiten(slopes)
+        curvature = self.low_rank(1.0, draws.noise / len(Y), Y)
+        return GaussianTangent(slopes.mean(0), Y.mean(0), curvature)
+
+    def stl(self, draws: Draws, slopes: Float[Array, "M d"]) -> GaussianTangent:
+        """Ghat = -sym(E'D) / P with D = (Y+ - Y-)/2 - E, [LSK20] eq. mog_cov_rep at K = 1."""
+        gradient, whitened, D = self.differences(draws, slopes)
+        curvature = self.low_rank(0.0, draws.noise / len(draws.noise), D)
+        return GaussianTangent(gradient, whitened, curvature)
+
+    def differences(
+        self, draws: Draws, slopes: Float[Array, "M d"]
+    ) -> tuple[Float[Array, " d"], Float[Array, " d"], Float[Array, "P d"]]:
+        """From antithetic draws: the mean gradient, the same whitened, and D.
+
+        D is E (H - I), whitened, for a quadratic target of Hessian H.
+        """
+        E, (up, down) = draws.noise, jnp.split(slopes, 2)
+        gradient = 0.5 * (up + down).mean(0)
+        Y = self.whiten(jnp.concatenate([0.5 * (up - down), gradient[None]]))
+        return gradient, Y[-1], Y[:-1] - E
 
     def with_gradient(
         self, tangent: GaussianTangent, gradient: Float[Array, " d"]
     ) -> GaussianTangent:
         """The tangent with another gradient in the mean."""
         return GaussianTangent(gradient, self.whiten(gradient[None])[0], tangent.curvature)
+
+    def with_support(self, support: Any) -> "AbstractGaussian":
+        """The same Gaussian over x, its points mapped onto the supports of the leaves.
+
+        Example:
+            >>> import iblr, jax
+            >>> q = iblr.Gaussian.standard(like={"tau": 0.0, "w": jax.numpy.zeros(2)})
+            >>> q = q.with_support({"tau": iblr.positive})
+            >>> bool(q.sample(jax.random.key(0))["tau"] > 0)
+            True
+        """
+        return dataclasses.replace(self, structure=self.structure.with_support(support))
 
     # Moments.
 
@@ -136,24 +175,29 @@ class AbstractGaussian(AbstractFamily):
         """The floating-point type of the parameters."""
         return self.mean.dtype
 
-    def sample(self, key: Key[Array, ""], num: int | None = None) -> PyTree:
-        """`num` draws stacked along a first axis, or one draw without that axis."""
-        noise = jax.random.normal(key, (1 if num is None else num, self.dim), self.mean.dtype)
-        rows = self.mean + self.colour(noise)
-        return self.structure.unravel(rows[0] if num is None else rows)
+    def draw(self, key: Key[Array, ""], num: int, antithetic: bool = False) -> Draws:
+        """mu + E A, or mu +- E A with half as many rows E."""
+        rows = num // 2 if antithetic else num
+        E = jax.random.normal(key, (rows, self.dim), self.mean.dtype)
+        X = self.colour(E)
+        if antithetic:
+            return Draws(jnp.concatenate([self.mean + X, self.mean - X]), E)
+        return Draws(self.mean + X, E)
 
-    def sample_with_log_prob(
-        self, key: Key[Array, ""], num: int
-    ) -> tuple[Float[Array, "num d"], Float[Array, " num"]]:
-        """Flat draws and log q at them, which needs only the noise."""
-        noise = jax.random.normal(key, (num, self.dim), self.mean.dtype)
-        return self.mean + self.colour(noise), self._log_prob_of_noise(noise)
+    def log_prob_of_draws(self, draws: Draws) -> Float[Array, " M"]:
+        """log q at independent draws, which needs only the noise."""
+        return self._log_prob_of_noise(draws.noise)
 
-    def log_prob(self, z: PyTree) -> Float[Array, "*batch"]:
-        """Log density at one point, or at points stacked along leading axes."""
-        rows = self.structure.ravel(z, "log_prob(z)")
-        noise = self.standardise(rows.reshape(-1, self.dim) - self.mean)
-        return self._log_prob_of_noise(noise).reshape(rows.shape[:-1])
+    def log_prob_rows(self, rows: Float[Array, "M d"]) -> Float[Array, " M"]:
+        """log q at any coordinates."""
+        return self._log_prob_of_noise(self.standardise(rows - self.mean))
+
+    def intervals(self, probability: float) -> tuple[PyTree, PyTree]:
+        """In closed form where every leaf is real."""
+        if not self.structure.is_real:
+            return super().intervals(probability)
+        reach = jax.scipy.special.ndtri(0.5 * (1 + probability)) * self.standard_deviations
+        return tuple(map(self.structure.unravel, (self.mean - reach, self.mean + reach)))
 
     def _log_prob_of_noise(self, noise: Float[Array, "M d"]) -> Float[Array, " M"]:
         return -0.5 * (jnp.sum(noise**2, axis=-1) + self.log_det + self.dim * jnp.log(2 * jnp.pi))
@@ -172,6 +216,12 @@ class AbstractGaussian(AbstractFamily):
 
     def expected_log_prob(self, q: "AbstractGaussian") -> Float[Array, ""]:
         """E_q[log self(z)] in closed form."""
+        if not isinstance(q, AbstractGaussian) or q.dim != self.dim:
+            raise ValueError(
+                f"`expected_log_prob(q)` of a Gaussian needs a Gaussian q over as many coordinates "
+                f"({self.dim}), but got {getattr(q, 'name', q)}. Pass a prior as a function: "
+                "`prior=prior.log_prob`."
+            )
         constant = self.log_det + self.dim * jnp.log(2 * jnp.pi)
         return -0.5 * (self.expected_square(q) + constant)
 
@@ -193,10 +243,17 @@ class AbstractGaussian(AbstractFamily):
         step_size: Float[Array, ""],
         curvature_step_size: Float[Array, ""],
         parameterisation: Parameterisation,
+        line_search: float | None,
     ) -> tuple["AbstractGaussian", StepInfo]:
         """[LSK20] eq. von_1 and von_2; the mean moves in the new metric."""
         rule = curvature_.original(parameterisation)
-        return self._moved(tangent, step_size, curvature_step_size, rule)
+        if line_search is None:
+            return self._moved(tangent, step_size, curvature_step_size, rule)
+        share = tangent.curvature.spectrum().share(
+            curvature_step_size * parameterisation.value, line_search
+        )
+        family, info = self._moved(tangent, share * step_size, share * curvature_step_size, rule)
+        return family, info._replace(shrunk=share, mean_shrunk=share)
 
     def geodesic(
         self,
@@ -231,7 +288,9 @@ class AbstractGaussian(AbstractFamily):
             moved, Status.ok, Status.where(finite & ~inside, Status.left_set, Status.nonfinite)
         )
         limited = jnp.where(moved, change.limited, 0)
-        return family, StepInfo(status, limited, change.shrunk, mean_shrunk)
+        return family, StepInfo(
+            status, limited, change.shrunk, mean_shrunk, jnp.zeros((), jnp.int32)
+        )
 
 
 def _safe_norm(x: Float[Array, " d"]) -> Float[Array, ""]:

@@ -12,7 +12,9 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 from iblr.structure import Structure
 
 
-def start_structure(call: str, dim: int | None, like: PyTree, dtype: Any) -> tuple[Structure, Any]:
+def start_structure(
+    call: str, dim: int | None, like: PyTree, dtype: Any, support: Any = None
+) -> tuple[Structure, Any]:
     """The structure and dtype of a standard start, from a dimension or from a pytree."""
     if (dim is None) == (like is None):
         raise ValueError(
@@ -20,7 +22,7 @@ def start_structure(call: str, dim: int | None, like: PyTree, dtype: Any) -> tup
             f"dim={dim!r} and like={'None' if like is None else 'a pytree'}."
         )
     if like is not None:
-        structure = Structure.like(like)
+        structure = Structure.like(like, support, call=call)
         dtype = dtype or jnp.result_type(*jax.tree.leaves(like))
     else:
         if isinstance(dim, bool) or not isinstance(dim, int | np.integer):
@@ -28,7 +30,7 @@ def start_structure(call: str, dim: int | None, like: PyTree, dtype: Any) -> tup
                 f"`{call}(dim)` needs an integer, but got {dim!r}. For a pytree of parameters "
                 f"write `{call}(like=params)`."
             )
-        structure = Structure.flat(int(dim))
+        structure = Structure.flat(int(dim)).with_support(support)
     if structure.dim < 1:
         raise ValueError(f"`{call}` needs at least one dimension, but got {structure.dim}.")
     dtype = jax.dtypes.canonicalize_dtype(dtype or float)
@@ -48,6 +50,53 @@ def flat_mean(call: str, mean: PyTree, dtype: Any) -> tuple[Float[Array, " d"], 
         )
     check_finite(call, "mean", vector)
     return vector, structure
+
+
+def positive(
+    call: str, parameters: dict[str, PyTree], dtype: Any
+) -> tuple[list[Float[Array, " d"]], Structure]:
+    """Positive parameters, broadcast against one another, as vectors over one structure.
+
+    A number or an array goes with every leaf of a pytree; two pytrees must have one structure.
+    """
+    dtype = jax.dtypes.canonicalize_dtype(dtype or floating(*parameters.values()))
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"`{call}(dtype=...)` needs a floating-point type, but got {dtype}.")
+    single = jax.tree.structure(0)
+    trees = {jax.tree.structure(value) for value in parameters.values()}
+    if len(trees - {single}) > 1:
+        raise ValueError(
+            f"`{call}({', '.join(parameters)})` needs parameters of one structure, but got "
+            f"{' and '.join(map(str, trees - {single}))}."
+        )
+    treedef = next(iter(trees - {single}), single)
+    leaves = {
+        name: jax.tree.leaves(value)
+        * (1 if jax.tree.structure(value) == treedef else treedef.num_leaves)
+        for name, value in parameters.items()
+    }
+    arrays = {name: [jnp.asarray(x, dtype) for x in xs] for name, xs in leaves.items()}
+    try:
+        shapes = [
+            np.broadcast_shapes(*(x.shape for x in column))
+            for column in zip(*arrays.values(), strict=True)
+        ]
+    except ValueError as error:
+        shown = "; ".join(f"{n} {[x.shape for x in xs]}" for n, xs in arrays.items())
+        raise ValueError(
+            f"`{call}({', '.join(parameters)})` needs shapes that broadcast, but got {shown}."
+        ) from error
+    structure = Structure(treedef, tuple(shapes))
+    if structure.dim < 1:
+        raise ValueError(
+            f"`{call}({', '.join(parameters)})` needs at least one number, but got shapes {shapes}."
+        )
+    vectors = []
+    for name, xs in arrays.items():
+        full = [jnp.broadcast_to(x, s).reshape(-1) for x, s in zip(xs, shapes, strict=True)]
+        vectors.append(jnp.concatenate(full))
+        check_positive(call, name, vectors[-1])
+    return vectors, structure
 
 
 def floating(*trees: Any) -> Any:

@@ -4,6 +4,8 @@ import abc
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from iblr.families.curvature import Parameterisation
@@ -19,12 +21,14 @@ class StepInfo(NamedTuple):
         limited: directions whose change was cut to what the precision can hold.
         shrunk: the factor by which the trust region scaled the losses of precision (1: not at all).
         mean_shrunk: the factor by which the trust region scaled the step of the mean.
+        halvings: how often a step was halved because no theorem keeps it inside the set.
     """
 
     status: Status
     limited: Int[Array, ""]
     shrunk: Float[Array, ""]
     mean_shrunk: Float[Array, ""]
+    halvings: Int[Array, ""]
 
     @property
     def refused(self):
@@ -32,20 +36,47 @@ class StepInfo(NamedTuple):
         return self.status != Status.ok
 
 
+class Draws(NamedTuple):
+    """Draws from a family, and what it needs to turn slopes at them into a tangent."""
+
+    rows: Float[Array, "M d"]
+    noise: Any
+
+
+MARGINAL_DRAWS = 4000
+
+
 class AbstractFamily(eqx.Module):
     """An approximation q(z), an immutable pytree of parameters.
 
-    A point z is a pytree laid out by `structure`; a family works on flat vectors inside and shows
-    pytrees outside. Families are batched with `jax.vmap`, not by their methods.
+    A point z is a pytree laid out by `structure`; a family works inside on the flat vector x of its
+    real coordinates and shows points outside. The two differ by a map where a leaf has a support
+    (`structure.unravel`); what is said of x here is said of z where it has none. Families are
+    batched with `jax.vmap`, not by their methods.
     """
 
     structure: eqx.AbstractVar[Structure]
     mean: eqx.AbstractVar[Float[Array, " d"]]
 
     @property
+    def name(self) -> str:
+        """What the family is called in messages."""
+        return type(self).__name__
+
+    @property
     def dim(self) -> int:
-        """Number of scalars in one point."""
+        """Number of coordinates x of one point."""
         return self.structure.dim
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """Leading axes of the parameters: () for one member, (n,) for n stacked ones."""
+        return self.mean.shape[:-1]
+
+    @property
+    def gradient_size(self) -> int:
+        """Length of a tangent's `gradient`, which is what momentum averages."""
+        return self.dim
 
     @property
     @abc.abstractmethod
@@ -55,35 +86,54 @@ class AbstractFamily(eqx.Module):
     @property
     @abc.abstractmethod
     def standard_deviations(self) -> Float[Array, " d"]:
-        """The marginal standard deviations, flat."""
+        """The standard deviations of x."""
 
     @property
     @abc.abstractmethod
     def covariance(self) -> Float[Array, "d d"]:
-        """The covariance of the flat point."""
+        """The covariance of x."""
 
     @property
     @abc.abstractmethod
     def precision(self) -> Float[Array, "d d"]:
         """The inverse of the covariance."""
 
-    @abc.abstractmethod
-    def sample(self, key: Key[Array, ""], num: int | None = None) -> PyTree:
-        """`num` draws stacked along a first axis, or one draw without that axis."""
+    # Draws and densities.
 
     @abc.abstractmethod
+    def draw(self, key: Key[Array, ""], num: int, antithetic: bool = False) -> Draws:
+        """`num` draws of x; `antithetic` ones come in pairs where the family has a symmetry."""
+
+    @abc.abstractmethod
+    def log_prob_of_draws(self, draws: Draws) -> Float[Array, " M"]:
+        """log q(x) at draws, by the cheapest way the family has."""
+
     def sample_with_log_prob(
         self, key: Key[Array, ""], num: int
     ) -> tuple[Float[Array, "num d"], Float[Array, " num"]]:
-        """Flat draws and log q at them, by the cheapest way the family has."""
+        """Draws of x, and log q(x) at them."""
+        draws = self.draw(key, num)
+        return draws.rows, self.log_prob_of_draws(draws)
 
     @abc.abstractmethod
+    def log_prob_rows(self, rows: Float[Array, "M d"]) -> Float[Array, " M"]:
+        """log q(x) at any coordinates."""
+
+    def sample(self, key: Key[Array, ""], num: int | None = None) -> PyTree:
+        """`num` draws stacked along a first axis, or one draw without that axis."""
+        rows = self.draw(key, 1 if num is None else num).rows
+        return self.structure.unravel(rows[0] if num is None else rows)
+
     def log_prob(self, z: PyTree) -> Float[Array, "*batch"]:
         """Log density at one point, or at points stacked along leading axes."""
+        rows = self.structure.ravel(z, "log_prob(z)").astype(self.dtype)
+        flat = rows.reshape(-1, self.dim)
+        value = self.log_prob_rows(flat) - self.structure.log_jacobian(flat)
+        return value.reshape(rows.shape[:-1])
 
     @abc.abstractmethod
-    def entropy(self) -> Float[Array, ""]:
-        """Differential entropy in nats."""
+    def entropy(self) -> Float[Array, ""] | None:
+        """Differential entropy of x in nats; None where there is no closed form."""
 
     @abc.abstractmethod
     def kl(self, other: Any) -> Float[Array, ""]:
@@ -91,7 +141,47 @@ class AbstractFamily(eqx.Module):
 
     @abc.abstractmethod
     def expected_log_prob(self, q: Any) -> Float[Array, ""]:
-        """E_q[log self(z)] in closed form: what makes a prior's term exact."""
+        """E_q[log self(x)] in closed form: what makes a prior's term exact."""
+
+    def moments(self) -> tuple[PyTree, PyTree]:
+        """Mean and standard deviation of every scalar of a point.
+
+        On a support they have no closed form and are estimated from 4 000 draws of fixed noise, so
+        that one family always gives one answer.
+        """
+        if self.structure.is_real:
+            return tuple(map(self.structure.unravel, (self.mean, self.standard_deviations)))
+        draws = self.sample(jax.random.key(0), MARGINAL_DRAWS)
+        mean = jax.tree.map(lambda leaf: leaf.mean(axis=0), draws)
+        return mean, jax.tree.map(lambda leaf: leaf.std(axis=0), draws)
+
+    def intervals(self, probability: float) -> tuple[PyTree, PyTree]:
+        """The ends of the central interval of every scalar of a point, from draws as above."""
+        draws = self.sample(jax.random.key(0), MARGINAL_DRAWS)
+        tail = 0.5 * (1 - probability)
+        ends = jnp.array([tail, 1 - tail])
+        both = jax.tree.map(lambda leaf: jnp.quantile(leaf, ends.astype(leaf.dtype), 0), draws)
+        return jax.tree.map(lambda leaf: leaf[0], both), jax.tree.map(lambda leaf: leaf[1], both)
+
+    # From slopes of -log p at draws to the natural gradient of the negative ELBO.
+
+    @abc.abstractmethod
+    def rep(self, draws: Draws, slopes: Float[Array, "M d"]) -> Any:
+        """The tangent from slopes at independent draws, with the entropy's part exact."""
+
+    @abc.abstractmethod
+    def stl(self, draws: Draws, slopes: Float[Array, "M d"]) -> Any:
+        """The tangent from slopes at `antithetic` draws, with log q differentiated there too."""
+
+    @abc.abstractmethod
+    def add_prior(self, tangent: Any, prior: Any, weight: Float[Array, ""]) -> Any:
+        """The tangent with the exact term of `weight * log prior` added."""
+
+    @abc.abstractmethod
+    def with_gradient(self, tangent: Any, gradient: Float[Array, " p"]) -> Any:
+        """The tangent with another `gradient`: what momentum changes."""
+
+    # The rules.
 
     @abc.abstractmethod
     def improved(
@@ -111,18 +201,18 @@ class AbstractFamily(eqx.Module):
         step_size: Float[Array, ""],
         curvature_step_size: Float[Array, ""],
         parameterisation: Parameterisation,
+        line_search: float | None,
     ) -> tuple["AbstractFamily", StepInfo]:
-        """The rule without the curvature term; see `iblr.natural_gradient_step`."""
+        """The rule without the curvature term; see `iblr.natural_gradient_step`.
+
+        With `line_search` the step is cut to that share of the way to the boundary of the set.
+        """
 
     @abc.abstractmethod
     def geodesic(
         self, tangent: Any, step_size: Float[Array, ""], curvature_step_size: Float[Array, ""]
     ) -> tuple["AbstractFamily", StepInfo]:
         """The exact geodesic of every block; see `iblr.geodesic_step`."""
-
-    @abc.abstractmethod
-    def with_gradient(self, tangent: Any, gradient: Float[Array, " d"]) -> Any:
-        """The tangent with another gradient in the mean: what momentum changes."""
 
     @abc.abstractmethod
     def refreshed(self) -> tuple["AbstractFamily", Float[Array, ""]]:

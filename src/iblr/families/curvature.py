@@ -132,6 +132,12 @@ class Spectrum(NamedTuple):
     rest: Float[Array, ""]
     rest_dim: int
 
+    def share(self, t: Float[Array, ""], line_search: float) -> Float[Array, ""]:
+        """What of t keeps the original rule's 1 - t Ghat at 1 - `line_search` or above."""
+        x = t * self.values
+        largest = jnp.maximum(x.max(), t * self.rest) if self.rest_dim else x.max()
+        return jnp.minimum(1, line_search / jnp.maximum(largest, line_search))
+
     def change(self, t: Float[Array, ""], rule: Rule) -> RootChange:
         """T = m(t Ghat).
 

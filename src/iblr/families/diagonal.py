@@ -39,11 +39,15 @@ class DiagonalGaussian(AbstractGaussian):
 
     @staticmethod
     def standard(
-        dim: int | None = None, *, like: PyTree = None, dtype: Any = None
+        dim: int | None = None, *, like: PyTree = None, dtype: Any = None, support: Any = None
     ) -> "DiagonalGaussian":
-        """N(0, I) over vectors of length `dim`, or over pytrees of the structure of `like`."""
+        """N(0, I) over vectors of length `dim`, or over pytrees of the structure of `like`.
+
+        With `support`, such as `{"tau": iblr.positive}`, the leaves named are mapped onto it, and
+        `like` is a template of the points.
+        """
         call = "DiagonalGaussian.standard"
-        structure, dtype = arguments.start_structure(call, dim, like, dtype)
+        structure, dtype = arguments.start_structure(call, dim, like, dtype, support)
         d = structure.dim
         return DiagonalGaussian(
             mean=jnp.zeros(d, dtype), scale=jnp.ones(d, dtype), structure=structure
@@ -110,7 +114,7 @@ class DiagonalGaussian(AbstractGaussian):
         """1 - sigma^2 diag(H)."""
         return Diagonal(1 - self.scale**2 * jnp.diagonal(hessian))
 
-    def add_precision(
+    def add_prior(
         self, tangent: GaussianTangent, prior: AbstractGaussian, weight: Float[Array, ""]
     ) -> GaussianTangent:
         """Exact at O(d) where the prior is diagonal too."""

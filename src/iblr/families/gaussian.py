@@ -52,9 +52,16 @@ class Gaussian(AbstractGaussian):
     structure: Structure
 
     @staticmethod
-    def standard(dim: int | None = None, *, like: PyTree = None, dtype: Any = None) -> "Gaussian":
-        """N(0, I) over vectors of length `dim`, or over pytrees of the structure of `like`."""
-        structure, dtype = arguments.start_structure("Gaussian.standard", dim, like, dtype)
+    def standard(
+        dim: int | None = None, *, like: PyTree = None, dtype: Any = None, support: Any = None
+    ) -> "Gaussian":
+        """N(0, I) over vectors of length `dim`, or over pytrees of the structure of `like`.
+
+        With `support`, such as `{"tau": iblr.positive}`, the leaves named are mapped onto it, and
+        `like` is a template of the points.
+        """
+        call = "Gaussian.standard"
+        structure, dtype = arguments.start_structure(call, dim, like, dtype, support)
         d = structure.dim
         return Gaussian(
             mean=jnp.zeros(d, dtype),
@@ -143,7 +150,7 @@ class Gaussian(AbstractGaussian):
         identity = jnp.eye(self.dim, dtype=whitened.dtype)
         return Dense(identity - 0.5 * (whitened + whitened.T))
 
-    def add_precision(
+    def add_prior(
         self, tangent: GaussianTangent, prior: AbstractGaussian, weight: Float[Array, ""]
     ) -> GaussianTangent:
         """The exact prior is not of low rank, so the result is dense: O(d^3) a step."""

@@ -1,0 +1,368 @@
+"""What the families of positive numbers share: scalar blocks, each updated by a factor.
+
+A point is an array of independent positive numbers z_j, each with parameters lambda_i > 0 in scalar
+blocks that are block-coordinate natural ([LSK20] Assumptions 1 to 3). In one dimension all there is
+to know of a block are two positive numbers,
+
+    weight       w = lambda^2 F                the Fisher information of log lambda
+    bend         c = -lambda Gamma             the curvature, Gamma = F^-1 1/2 D^3 A
+
+and with the relative step x = t ghat / lambda = t (dL / dlog lambda) / w, the rules are
+
+    improved     lambda <- lambda (1 - x + c x^2 / 2)            eq. our_iblr
+    geodesic     lambda <- lambda exp(-x)                        c = 1, where F is proportional to
+                 lambda <- lambda (1 - (1 - c) x)^(1/(1 - c))    lambda^(-2c)
+
+The factor of the first is at least 1 - 1/(2c), so it is positive at every step size if c > 1/2:
+that is all of Theorem 2 and of the lemmas of appendices G and H, where c is at least 3/4. The
+original rule moves the natural parameters eta(lambda) along the same tangent vector,
+
+    original     eta <- eta - t (d eta / d lambda) ghat          eq. blr
+
+and eta must stay positive.
+
+The negative ELBO L is differentiated by implicit reparameterisation: a draw z is a fixed quantile,
+so with slopes W of lbar = -log p at the draws
+
+    dL / dlog lambda_i = E[(dlog z / dlog lambda_i) z (W + s)]
+
+where s = grad log q at the draws (`stl`: the form b(z) = lbar + log q of appendices G and H), or
+zero with the exact gradient of the entropy subtracted (`rep`).
+
+All of it is in log space: u = log(z / E z) is what is drawn, so that nothing underflows where z
+would; z itself is kept at or above the smallest normal number.
+"""
+
+import abc
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Key
+
+from iblr.families.base import AbstractFamily, Draws, StepInfo
+from iblr.families.curvature import LARGEST_GAIN, LARGEST_LOSS, Parameterisation
+from iblr.status import Status
+
+Blocks = tuple[Float[Array, " d"], ...]
+Rows = Float[Array, "M d"]
+
+
+class PositiveTangent(eqx.Module):
+    """A natural gradient at a positive family.
+
+    Attributes:
+        gradient: dL / dlog lambda, block after block.
+        directions: ghat / lambda, the relative natural gradient of every block.
+    """
+
+    gradient: Float[Array, " p"]
+    directions: Blocks
+
+
+class AbstractPositive(AbstractFamily):
+    """Independent positive numbers with scalar blocks."""
+
+    blocks: eqx.AbstractVar[Blocks]
+
+    shape_block: ClassVar[int | None]
+    natural_floors: ClassVar[tuple[float, ...]]
+
+    # One family, in nine quantities; all entry by entry.
+
+    @property
+    @abc.abstractmethod
+    def weights(self) -> Blocks:
+        """w = lambda^2 F of every block."""
+
+    @property
+    @abc.abstractmethod
+    def bends(self) -> Blocks:
+        """c = -lambda Gamma of every block."""
+
+    @abc.abstractmethod
+    def geodesic_factors(self, steps: Blocks) -> Blocks:
+        """What a relative step x along the exact geodesic multiplies every block by."""
+
+    @abc.abstractmethod
+    def to_natural(self, blocks: Blocks) -> Blocks:
+        """The natural parameters eta(lambda), up to constant factors, so that all are positive."""
+
+    @abc.abstractmethod
+    def from_natural(self, natural: Blocks) -> Blocks:
+        """The blocks of given natural parameters."""
+
+    @abc.abstractmethod
+    def log_ratios(self, key: Key[Array, ""], num: int) -> Rows:
+        """Draws of u = log(z / E z)."""
+
+    @abc.abstractmethod
+    def log_slopes(self, ratios: Rows) -> tuple[Rows, ...]:
+        """dlog z / dlog lambda_i at a fixed quantile, for every block."""
+
+    @abc.abstractmethod
+    def log_densities(self, ratios: Rows) -> Rows:
+        """log q(z) of every number."""
+
+    @abc.abstractmethod
+    def log_density_slopes(self, ratios: Rows) -> Rows:
+        """z d log q(z) / dz of every number."""
+
+    # Moments that make the terms of priors exact.
+
+    @property
+    @abc.abstractmethod
+    def mean(self) -> Float[Array, " d"]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """E z."""
+
+    @property
+    @abc.abstractmethod
+    def variances(self) -> Float[Array, " d"]:
+        """The variance of z."""
+
+    @property
+    @abc.abstractmethod
+    def log_gap(self) -> Float[Array, " d"]:
+        """log E z - E log z."""
+
+    @property
+    @abc.abstractmethod
+    def inverse_gap(self) -> Float[Array, " d"]:
+        """E 1/z - 1 / E z, infinite where the first is."""
+
+    @property
+    def expected_log(self) -> Float[Array, " d"]:
+        """E log z."""
+        return jnp.log(self.mean) - self.log_gap
+
+    @abc.abstractmethod
+    def entropy(self) -> Float[Array, ""]:
+        """Differential entropy in nats."""
+
+    # The family contract.
+
+    def with_blocks(self, blocks: Blocks) -> "AbstractPositive":
+        """The member with other parameters."""
+        return eqx.tree_at(lambda q: q.blocks, self, blocks)
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """Leading axes of the parameters."""
+        return self.blocks[0].shape[:-1]
+
+    @property
+    def gradient_size(self) -> int:
+        """All blocks."""
+        return len(self.blocks) * self.dim
+
+    @property
+    def dtype(self) -> Any:
+        """The floating-point type of the parameters."""
+        return self.blocks[0].dtype
+
+    @property
+    def standard_deviations(self) -> Float[Array, " d"]:
+        """The standard deviations of z."""
+        return jnp.sqrt(self.variances)
+
+    @property
+    def covariance(self) -> Float[Array, "d d"]:
+        """Diagonal: the numbers are independent."""
+        return jnp.diag(self.variances)
+
+    @property
+    def precision(self) -> Float[Array, "d d"]:
+        """The inverse of the covariance."""
+        return jnp.diag(1 / self.variances)
+
+    def draw(self, key: Key[Array, ""], num: int, antithetic: bool = False) -> Draws:
+        """Independent draws, differentiable in the parameters by implicit reparameterisation."""
+        ratios = jax.lax.stop_gradient(self.log_ratios(key, num))
+        rows = jnp.exp(_log_draws(self, ratios))
+        return Draws(jnp.maximum(rows, jnp.finfo(self.dtype).tiny), ratios)
+
+    def sample_log(self, key: Key[Array, ""], num: int | None = None) -> Any:
+        """Logarithms of what `sample` draws, also where z itself would underflow."""
+        ratios = jax.lax.stop_gradient(self.log_ratios(key, 1 if num is None else num))
+        rows = _log_draws(self, ratios)
+        return self.structure.unravel(rows[0] if num is None else rows)
+
+    def log_prob_of_draws(self, draws: Draws) -> Float[Array, " M"]:
+        """log q at draws, from u."""
+        return self.log_densities(draws.noise).sum(-1)
+
+    def log_prob_rows(self, rows: Rows) -> Float[Array, " M"]:
+        """log q, minus infinity outside the support."""
+        ratios = jnp.log(jnp.where(rows > 0, rows, 1.0)) - jnp.log(self.mean)
+        return jnp.where(rows > 0, self.log_densities(ratios), -jnp.inf).sum(-1)
+
+    def kl(self, other: Any) -> Float[Array, ""]:
+        """KL(self || other) in nats, in closed form between all positive families."""
+        return -self.entropy() - other.expected_log_prob(self)
+
+    def check_same_points(self, q: Any) -> None:
+        """Raise unless q is a positive family over as many numbers."""
+        if not isinstance(q, AbstractPositive) or q.dim != self.dim:
+            raise ValueError(
+                f"`expected_log_prob(q)` of a {self.name} needs a positive family over as many "
+                f"numbers ({self.dim}), but got {getattr(q, 'name', q)}. Pass a prior as a "
+                "function: `prior=prior.log_prob`."
+            )
+
+    def rep(self, draws: Draws, slopes: Rows) -> PositiveTangent:
+        """Implicit reparameterisation for lbar, the gradient of the entropy exact."""
+        tangent = self._from_slopes(draws, draws.rows * slopes)
+        return self._plus(tangent, lambda q: -q.entropy())
+
+    def stl(self, draws: Draws, slopes: Rows) -> PositiveTangent:
+        """Implicit reparameterisation for b(z) = lbar(z) + log q(z), q held in log q."""
+        return self._from_slopes(draws, draws.rows * slopes + self.log_density_slopes(draws.noise))
+
+    def add_prior(
+        self, tangent: PositiveTangent, prior: Any, weight: Float[Array, ""]
+    ) -> PositiveTangent:
+        """The exact term, the derivative of E_q[log prior]."""
+        return self._plus(tangent, lambda q: -weight * prior.expected_log_prob(q))
+
+    def with_gradient(
+        self, tangent: PositiveTangent, gradient: Float[Array, " p"]
+    ) -> PositiveTangent:
+        """The tangent of another dL / dlog lambda."""
+        parts = jnp.split(gradient, len(self.blocks))
+        directions = tuple(g / w for g, w in zip(parts, self.weights, strict=True))
+        return PositiveTangent(gradient, directions)
+
+    def _from_slopes(self, draws: Draws, log_slopes: Rows) -> PositiveTangent:
+        """From the slopes of the integrand in log z."""
+        parts = [(slope * log_slopes).mean(0) for slope in self.log_slopes(draws.noise)]
+        return self.with_gradient(PositiveTangent(parts[0], ()), jnp.concatenate(parts))
+
+    def _plus(self, tangent: PositiveTangent, exact: Any) -> PositiveTangent:
+        """The tangent with that of a function of the family added."""
+        gradients = jax.grad(lambda blocks: exact(self.with_blocks(blocks)))(self.blocks)
+        parts = [block * g for block, g in zip(self.blocks, gradients, strict=True)]
+        return self.with_gradient(tangent, tangent.gradient + jnp.concatenate(parts))
+
+    # The rules.
+
+    def improved(
+        self,
+        tangent: PositiveTangent,
+        step_size: Float[Array, ""],
+        curvature_step_size: Float[Array, ""],
+        parameterisation: Parameterisation,
+        trust_region: bool,
+    ) -> tuple["AbstractPositive", StepInfo]:
+        """lambda <- lambda (1 - x + c x^2 / 2), [LSK20] eq. our_iblr."""
+        self._check_parameterisation(parameterisation)
+        steps = self._relative_steps(tangent, step_size, curvature_step_size)
+        shrunk = jnp.ones((), self.dtype)
+        if trust_region:
+            largest = jnp.stack([x.max() for x in steps]).max()
+            shrunk = jnp.minimum(1, LARGEST_LOSS / jnp.maximum(largest, LARGEST_LOSS))
+            steps = tuple(
+                jnp.where(x < 0, jnp.maximum(x, -LARGEST_GAIN), shrunk * x) for x in steps
+            )
+        factors = [1 - x + 0.5 * c * x * x for x, c in zip(steps, self.bends, strict=True)]
+        blocks = tuple(b * f for b, f in zip(self.blocks, factors, strict=True))
+        return self._moved(tangent, blocks, jnp.asarray(True), shrunk)
+
+    def original(
+        self,
+        tangent: PositiveTangent,
+        step_size: Float[Array, ""],
+        curvature_step_size: Float[Array, ""],
+        parameterisation: Parameterisation,
+        line_search: float | None,
+    ) -> tuple["AbstractPositive", StepInfo]:
+        """eta <- eta - t eta_hat in the natural parameters, [LSK20] eq. blr."""
+        self._check_parameterisation(parameterisation)
+        steps = self._relative_steps(tangent, step_size, curvature_step_size)
+        along = tuple(b * x for b, x in zip(self.blocks, steps, strict=True))
+        natural, decrease = jax.jvp(self.to_natural, (self.blocks,), (along,))
+        share = jnp.ones((), self.dtype)
+        if line_search is not None:
+            rooms = [
+                line_search * (eta - jnp.where(eta > floor, floor, 0.0)) / jnp.where(d > 0, d, 1)
+                for eta, d, floor in zip(natural, decrease, self.natural_floors, strict=True)
+            ]
+            rooms = [jnp.where(d > 0, room, 1) for d, room in zip(decrease, rooms, strict=True)]
+            share = jnp.minimum(1, jnp.stack([room.min() for room in rooms]).min())
+        natural = tuple(eta - share * d for eta, d in zip(natural, decrease, strict=True))
+        inside = jnp.stack([(eta > 0).all() for eta in natural]).all()
+        kept = tuple(jnp.where(inside, eta, 1) for eta in natural)
+        return self._moved(tangent, self.from_natural(kept), inside, share)
+
+    def geodesic(
+        self,
+        tangent: PositiveTangent,
+        step_size: Float[Array, ""],
+        curvature_step_size: Float[Array, ""],
+    ) -> tuple["AbstractPositive", StepInfo]:
+        """The exact geodesic of every block, where its length has a closed form."""
+        steps = self._relative_steps(tangent, step_size, curvature_step_size)
+        factors = self.geodesic_factors(steps)
+        inside = jnp.stack([(factor > 0).all() for factor in factors]).all()
+        blocks = tuple(b * f for b, f in zip(self.blocks, factors, strict=True))
+        return self._moved(tangent, blocks, inside, jnp.ones((), self.dtype))
+
+    def refreshed(self) -> tuple["AbstractPositive", Float[Array, ""]]:
+        """Itself: nothing derived is stored."""
+        return self, jnp.zeros((), self.dtype)
+
+    def _relative_steps(
+        self, tangent: PositiveTangent, t: Float[Array, ""], t_shape: Float[Array, ""]
+    ) -> Blocks:
+        """x of every block: the block of the shape takes the curvature's step size."""
+        return tuple(
+            (t_shape if i == self.shape_block else t) * direction
+            for i, direction in enumerate(tangent.directions)
+        )
+
+    def _moved(
+        self,
+        tangent: PositiveTangent,
+        blocks: Blocks,
+        inside: Bool[Array, ""],
+        shrunk: Float[Array, ""],
+    ) -> tuple["AbstractPositive", StepInfo]:
+        """The family at `blocks` if that is inside the set and within the precision's range."""
+        finite = jnp.stack([jnp.isfinite(x).all() for x in tangent.directions]).all()
+        limits = jnp.finfo(self.dtype)
+        fits = jnp.stack([((b >= limits.tiny) & (b <= limits.max)).all() for b in blocks]).all()
+        ok = finite & inside & fits
+        kept = tuple(jnp.where(ok, new, old) for new, old in zip(blocks, self.blocks, strict=True))
+        status = Status.where(
+            ok,
+            Status.ok,
+            Status.where(
+                ~finite,
+                Status.nonfinite,
+                Status.where(inside, Status.out_of_range, Status.left_set),
+            ),
+        )
+        none = jnp.zeros((), jnp.int32)
+        return self.with_blocks(kept), StepInfo(status, none, shrunk, shrunk, none)
+
+    def _check_parameterisation(self, parameterisation: Parameterisation) -> None:
+        if parameterisation is not Parameterisation.precision:
+            raise ValueError(
+                f"`parameterisation={parameterisation.name}` is a choice of the Gaussians; a "
+                f"{self.name} steps in the blocks of its own. Leave it out."
+            )
+
+
+@jax.custom_jvp
+def _log_draws(family: AbstractPositive, ratios: Rows) -> Rows:
+    """log z, with the implicit derivative in the family's blocks."""
+    return jnp.log(family.mean) + ratios
+
+
+@_log_draws.defjvp
+def _log_draws_jvp(primals, tangents):
+    (family, ratios), (moved, _) = primals, tangents
+    slopes = family.log_slopes(ratios)
+    parts = zip(slopes, moved.blocks, family.blocks, strict=True)
+    changes = [slope * d / block for slope, d, block in parts]
+    return _log_draws(family, ratios), jnp.stack(changes).sum(0)
