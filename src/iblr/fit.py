@@ -40,6 +40,11 @@ def default_step_size(step: ArrayLike) -> Float[Array, ""]:
     return jnp.minimum(0.1, 2 / (10.0 + step))
 
 
+def bold_step_size(step: ArrayLike) -> Float[Array, ""]:
+    """min(1/2, 5 / (10 + k)), for use with a trust region."""
+    return jnp.minimum(0.5, 5 / (10.0 + step))
+
+
 class FitError(RuntimeError):
     """A fit failed numerically; `error.posterior` is what it had reached."""
 
@@ -70,11 +75,12 @@ def _chunk(
                         (info.status == Status.left_set).astype(jnp.int32),
                         info.limited,
                         info.halvings,
+                        (info.status == Status.out_of_range).astype(jnp.int32),
                     ]
                 )
                 return after, counts
 
-            idle = lambda: (state, jnp.zeros(4, jnp.int32))  # noqa: E731
+            idle = lambda: (state, jnp.zeros(5, jnp.int32))  # noqa: E731
             return jax.lax.cond(index < span[1], advance, idle)
 
         state, counts = jax.lax.scan(body, state, span[0] + jnp.arange(length))
@@ -84,8 +90,10 @@ def _chunk(
         state = dataclasses.replace(state, family=family)
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), ELBO_TAG)
         value, standard_error = elbo(target, family, key, draws=elbo_draws)
-        refused, left_set, limited, halvings = counts.sum(0)
-        return state, Report(value, standard_error, refused, left_set, limited, halvings, drift)
+        refused, left_set, limited, halvings, out_of_range = counts.sum(0)
+        return state, Report(
+            value, standard_error, refused, left_set, out_of_range, limited, halvings, drift
+        )
 
     return jax.vmap(one_run)(state) if batched else one_run(state)
 
@@ -97,10 +105,10 @@ def fit(
     key: Key[Array, "*runs"],
     support: Any = None,
     estimator: AbstractEstimator | None = None,
-    step_size: ArrayLike | Schedule = default_step_size,
+    step_size: ArrayLike | Schedule | None = None,
     num_steps: int = 2000,
     momentum: float = 0.0,
-    trust_region: bool = False,
+    trust_region: bool | None = None,
     rule: Callable = improved_step,
     callback: Callable[[Progress], Any] | None = None,
     progress: bool | None = None,
@@ -119,11 +127,13 @@ def fit(
         support: where leaves of a Gaussian live, such as `{"tau": iblr.positive}`; short for
             `family.with_support(support)`.
         estimator: how the natural gradient is estimated; None is `Stl(pairs=8)`.
-        step_size: t, a number or a schedule of the step index (any of optax's).
+        step_size: t, a number or a schedule of the step index (any of optax's). None is
+            min(1/10, 2 / (10 + k)) for a Gaussian and min(1/2, 5 / (10 + k)) for other families.
         num_steps: steps to take.
         momentum: r of the natural momentum, in [0, 1).
-        trust_region: bound the change of one step, see `improved_step`. Worth it far from the
-            target or with `Secant`; with a decaying step size it can delay the approach.
+        trust_region: bound the change of one step, see `improved_step`. For a Gaussian worth it far
+            from the target or with `Secant`; with a decaying step size it can delay the approach.
+            None is off for a Gaussian, on for other families with the improved rule.
         rule: `improved_step`, `natural_gradient_step`, `line_search_step` or `geodesic_step`.
         callback: called with a `Progress` after every chunk; return True to stop.
         progress: show a line of progress; None shows it in a terminal.
@@ -146,9 +156,14 @@ def fit(
     """
     started = time.perf_counter()
     target = as_target(target, "fit")
+    batched = _check_key(family, key)
+    is_gaussian = isinstance(family, AbstractGaussian)
+    if step_size is None:
+        step_size = default_step_size if is_gaussian else bold_step_size
+    if trust_region is None:
+        trust_region = rule is improved_step and not is_gaussian
     _check_options(step_size, num_steps, momentum, chunk_size, elbo_draws)
     _check_method(estimator, rule, trust_region)
-    batched = _check_key(family, key)
     if support is not None:
         family = _with_support(family, support)
     now: State = _start(family, key, batched)
@@ -231,8 +246,12 @@ def _preflight(target: Target, family: AbstractFamily, key: Key[Array, "*runs"],
     """Check the target at the mean of the start (the first, in a batch) and at draws around it."""
     if batched:
         family, key = jax.tree.map(lambda x: x[0], (family, key))
-    draws = family.draw(key, 7).rows
-    target.check(family.structure, jnp.concatenate([family.mean[None], draws]))
+    target.check(family.structure, _first_points(family, key))
+
+
+@eqx.filter_jit
+def _first_points(family: AbstractFamily, key: Key[Array, ""]) -> Float[Array, "n d"]:
+    return jnp.concatenate([family.mean[None], family.draw(key, 7).rows])
 
 
 def _check_key(family: AbstractFamily, key: Key[Array, "*runs"]) -> bool:

@@ -22,6 +22,7 @@ class Report(NamedTuple):
     elbo_se: Any
     refused: Any
     left_set: Any
+    out_of_range: Any
     limited: Any
     halvings: Any
     drift: Any
@@ -47,7 +48,7 @@ class History:
         self.first_step = self.step = first_step
         self.rows: list[tuple[int, Any, Any, float]] = []
         self.refused = self.left_set = self.limited = self.halvings = np.zeros(runs, int)
-        self.stuck = self.inaccurate = np.zeros(runs, bool)
+        self.stuck = self.too_far = self.inaccurate = np.zeros(runs, bool)
         self.best_elbo, self.best_elbo_se = np.full(runs, -np.inf), np.full(runs, np.nan)
         self.best_family = family
         self.elbo = self.elbo_se = np.full(runs, np.nan)
@@ -63,6 +64,7 @@ class History:
         self.limited = self.limited + report.limited
         self.halvings = self.halvings + report.halvings
         self.stuck = report.refused == taken
+        self.too_far = self.stuck & (report.out_of_range == taken)
         self.inaccurate = self.inaccurate | ~(report.drift <= LARGEST_DRIFT)
         better = np.nan_to_num(report.elbo, nan=-np.inf, posinf=-np.inf) > self.best_elbo
         self.best_elbo = np.where(better, report.elbo, self.best_elbo)
@@ -92,6 +94,7 @@ class History:
         often_refused = self.refused > LARGEST_SHARE_REFUSED * (self.step - self.first_step)
         found = [
             (self.left_set > 0, Status.left_set),
+            (self.too_far, Status.out_of_range),
             (self.stuck | (diverged & often_refused), Status.nonfinite),
             (diverged, Status.diverged),
             (self.inaccurate, Status.inaccurate),

@@ -27,6 +27,11 @@ for all shapes alike; where z < 1/2 the integral is a short series instead. (The
 `jax.random.gamma`'s derivative is 6 % off at a = 10^6 in float32, and slower.)
 """
 
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +40,6 @@ from jaxtyping import Array, Float, Key
 Values = Float[Array, "..."]
 
 SERIES_FROM = 10
-FRACTION_LEVELS = 40
 
 # Bernoulli numbers B_2, B_4, ...
 _BERNOULLI = np.array([1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6])
@@ -45,7 +49,7 @@ _TWICE = 2.0 * np.arange(1, 8)
 def _series(coefficients: np.ndarray, a: Values, power: int) -> Values:
     """sum_k coefficients[k] / a^(2k + power)."""
     total = jnp.zeros_like(a)
-    for coefficient in coefficients[::-1]:
+    for coefficient in coefficients[::-1].tolist():  # Python numbers keep the precision of a
         total = coefficient + total / a**2
     return total / a**power
 
@@ -58,10 +62,8 @@ def _above(a: Values) -> Values:
 def _below(a: Values, term) -> Values:
     """The sum of the recurrence's terms where the series would not do, else zero."""
     low = jnp.where(a < SERIES_FROM, a, 1.0)
-    total = jnp.zeros_like(a)
-    for k in reversed(range(SERIES_FROM)):
-        total = total + term(low + k)
-    return jnp.where(a < SERIES_FROM, total, 0.0)
+    terms = term(low[..., None] + jnp.arange(SERIES_FROM, dtype=a.dtype))
+    return jnp.where(a < SERIES_FROM, terms.sum(-1), 0.0)
 
 
 @jax.custom_jvp
@@ -114,13 +116,15 @@ def _trigamma_rest_jvp(primals, tangents):
 
 @jax.custom_jvp
 def scaled_exp1(x: Values) -> Values:
-    """e^x E1(x) for x > 0, by a continued fraction where E1 alone would underflow."""
-    small = jnp.minimum(x, 2.0)
-    large = jnp.maximum(x, 2.0)
-    tail = jnp.zeros_like(x)
-    for k in range(FRACTION_LEVELS, 0, -1):
-        tail = k**2 / (large + (2 * k + 1) - tail)
-    return jnp.where(x < 2, jnp.exp(small) * jax.scipy.special.exp1(small), 1 / (large + 1 - tail))
+    """e^x E1(x) for x > 0: a series, and from 1 on a continued fraction, as E1 would underflow."""
+    # Not `jax.scipy.special.exp1`: for an array it takes of the order of 1 / x.min() iterations.
+    small, large = jnp.minimum(x, 1.0), jnp.maximum(x, 1.0)
+    series, power = -np.euler_gamma - jnp.log(small), jnp.ones_like(x)
+    for k in range(1, 20):
+        power = power * (-small) / k
+        series = series - power / k
+    tail = _fraction(100, lambda k, tail: k**2 / (large + (2 * k + 1) - tail), x)
+    return jnp.where(x < 1, jnp.exp(small) * series, 1 / (large + 1 - tail))
 
 
 @scaled_exp1.defjvp
@@ -130,28 +134,28 @@ def _scaled_exp1_jvp(primals, tangents):
     return value, (value - 1 / x) * dx
 
 
+def _fraction(levels: int, level: Callable[[Any, Values], Values], like: Values) -> Values:
+    """A continued fraction from its last level, `tail = level(k, tail)`, to its first, k = 1."""
+
+    def body(i, tail):
+        return level((levels - i).astype(like.dtype), tail)
+
+    return jax.lax.fori_loop(0, levels, body, jnp.zeros_like(like))
+
+
 def mills_rest(s: Values) -> Values:
     """1 - s m(s) for s > 0, with m the Mills ratio Phi(-s) / N(s | 0, 1) of the Gaussian."""
     small, large = jnp.minimum(s, 4.0), jnp.maximum(s, 4.0)
-    tail = jnp.zeros_like(s)  # m = 1 / (s + tail), tail = 1 / (s + 2 / (s + 3 / (s + ...)))
-    for k in range(FRACTION_LEVELS, 0, -1):
-        tail = k / (large + tail)
-    log_ratio = jax.scipy.special.log_ndtr(-small) + 0.5 * small**2 + 0.5 * np.log(2 * np.pi)
+    # m = 1 / (s + tail), tail = 1 / (s + 2 / (s + 3 / (s + ...)))
+    tail = _fraction(40, lambda k, tail: k / (large + tail), s)
+    log_ratio = jax.scipy.special.log_ndtr(-small) + 0.5 * small**2 + 0.5 * math.log(2 * math.pi)
     return jnp.where(s < 4, 1 - small * jnp.exp(log_ratio), tail / (large + tail))
 
 
+@partial(jax.jit, static_argnums=2)
 def gamma_log_ratio(key: Key[Array, ""], a: Values, shape: tuple[int, ...]) -> Values:
-    """Draws of log(z/a), z ~ Ga(a, 1), with the implicit derivative in a; `a` broadcasts."""
+    """Draws of log(z/a), z ~ Ga(a, 1), of the given shape, to which `a` is broadcast."""
     a = jnp.broadcast_to(a, shape)
-    u = _marsaglia_tsang(key, jax.lax.stop_gradient(a))
-    log_a = jnp.log(a)
-    moved = (gamma_log_slope(jax.lax.stop_gradient(a), u) - 1) * (
-        log_a - jax.lax.stop_gradient(log_a)
-    )
-    return u + moved
-
-
-def _marsaglia_tsang(key: Key[Array, ""], a: Values) -> Values:
     boosted = jnp.where(a < 1, a + 1, a)
     d = boosted - 1 / 3
     c = 1 / (3 * jnp.sqrt(d))
@@ -165,7 +169,7 @@ def _marsaglia_tsang(key: Key[Array, ""], a: Values) -> Values:
         inside = c * x > -1
         new = 3 * jnp.log1p(jnp.where(inside, c * x, 0.0))
         # log(uniform) < x^2/2 + d - d v + d log v, and v - 1 - log v = expm1(new) - new
-        fine = inside & (-e < 0.5 * x**2 - d * expm1_rest(new))
+        fine = inside & (-e < 0.5 * x**2 - d * expm1_rest(new)) | ~jnp.isfinite(d)
         return count + 1, accepted | fine, jnp.where(accepted, log_v, new)
 
     start = (0, jnp.zeros(a.shape, bool), jnp.zeros_like(a))
@@ -183,8 +187,9 @@ def expm1_rest(x: Values) -> Values:
     return jnp.where(jnp.abs(x) < 1, 0.5 * x**2 * total, jnp.exp(x) - 1 - x)
 
 
+@jax.jit
 def gamma_log_slope(a: Values, u: Values) -> Values:
-    """dlog z / dlog a at a fixed quantile of z ~ Ga(a, 1), with u = log(z/a)."""
+    """dlog z / dlog a at a fixed quantile of z ~ Ga(a, 1), with u = log(z/a); `a` broadcasts."""
     is_single = jnp.finfo(a.dtype).eps > 1e-10
     digits, nodes = (18.0, 20) if is_single else (38.0, 40)
     log_z = jnp.log(a) + u
@@ -215,11 +220,15 @@ def _slope_by_quadrature(a: Values, u: Values, digits: float, num_nodes: int) ->
     sign = jnp.where(upper, 1.0, -1.0).astype(a.dtype)
     length = jnp.where(upper, _upper_length(a, growth, z, digits), _lower_length(a, z, digits))
     positions, weights = np.polynomial.legendre.leggauss(num_nodes)
-    integral = jnp.zeros_like(a)
-    for position, weight in zip(positions, weights, strict=True):
-        s = sign * length * (0.5 * (position + 1))
+    fractions = jnp.asarray(0.5 * (positions + 1), u.dtype)
+    shares = jnp.asarray(0.5 * weights, u.dtype)
+
+    def add(i, total):
+        s = sign * length * fractions[i]
         rest = expm1_rest(s)
-        integral = integral + 0.5 * weight * (k + s) * jnp.exp(-a * (rest + growth * (rest + s)))
+        return total + shares[i] * (k + s) * jnp.exp(-a * (rest + growth * (rest + s)))
+
+    integral = jax.lax.fori_loop(0, num_nodes, add, jnp.zeros_like(u))
     return sign * a * length * integral
 
 

@@ -18,9 +18,9 @@ class Status(eqx.Enumeration):
         "narrower family (`Gaussian.from_covariance(mean, 1e-2 * covariance)`)."
     )
     left_set = (
-        "The step of the original rule left the set of valid parameters (a precision would not be "
-        "positive definite), so the family was kept. Use a smaller step size, or `improved_step`, "
-        "which cannot leave the set."
+        "The step left the set of valid parameters (a precision would not be positive definite, a "
+        "rate not positive), so the family was kept. Use a smaller step size, `line_search_step`, "
+        "or `improved_step`, which keeps Gaussians and positive families inside."
     )
     out_of_range = (
         "The step would have taken a parameter beyond what this precision can hold (to zero or to "

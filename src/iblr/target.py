@@ -203,14 +203,14 @@ def _check_prior(target: Target, structure: Structure) -> None:
 def _check_function(
     name: str, function: Callable, rest: tuple, structure: Structure, points: Float[Array, "n d"]
 ) -> None:
-    flat = lambda vector: function(structure.unravel(vector), *rest)  # noqa: E731
+    flat = lambda vector, rest: function(structure.unravel(vector), *rest)  # noqa: E731
     start = points[0]
     shown = ", ".join(str(shape) for shape in structure.shapes)
     called = f"`{name}` called with " + (
         f"an array of shape {shown}" if structure.is_flat else f"a pytree of shapes {shown}"
     )
     try:
-        out = jax.eval_shape(flat, start)
+        out = jax.eval_shape(flat, start, rest)
     except Exception as error:
         raise ValueError(
             f"{called} raised {type(error).__name__}: {error}\nCheck that the family has the "
@@ -226,7 +226,8 @@ def _check_function(
             f"{called} is not differentiable: it returned {out.dtype}. Return a real number."
         )
     try:
-        values, gradients = jax.vmap(jax.value_and_grad(flat))(points)
+        slopes = jax.vmap(jax.value_and_grad(flat), (0, None))
+        values, gradients = jax.jit(slopes)(points, rest)
     except Exception as error:
         raise ValueError(
             f"{called} is not differentiable: {type(error).__name__}: {error}\nReplace the "

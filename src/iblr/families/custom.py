@@ -199,8 +199,11 @@ class Custom(AbstractFamily):
     def add_prior(
         self, tangent: CustomTangent, prior: Any, weight: Float[Array, ""]
     ) -> CustomTangent:
-        """Not known in closed form: the prior has none either."""
-        return prior.expected_log_prob(self)
+        """Not known in closed form."""
+        raise ValueError(
+            f"The term of a prior has no closed form under {self.name}. Pass "
+            "`prior=prior.log_prob` to `Target`, or use `iblr.Stl(pairs=...)`."
+        )
 
     def with_gradient(self, tangent: CustomTangent, gradient: Float[Array, " p"]) -> CustomTangent:
         """The tangent of another dL / dlambda."""

@@ -209,17 +209,35 @@ def check_functions(definition: Definition, vectors: Vectors) -> PyTree:
 
 
 def check_assumptions(definition: Definition, vectors: Vectors) -> None:
-    """Raise, in words, unless the blocks are block-coordinate natural and the sampler fits them."""
-    found = jax.jit(lambda vectors: _measured(definition, vectors))(vectors)
+    """Raise, in words, unless the blocks are block-coordinate natural and the sampler fits them.
+
+    Looked at where the fit starts and away from there, as blocks may be block-coordinate at a
+    single point: the natural parameters of a Gaussian are where its mean is zero.
+    """
+    _check_measured(definition, _measured(definition, vectors))
+    _check_measured(definition, _measured(definition, _away(definition, vectors)))
+
+
+def _check_measured(definition: Definition, found: Any) -> None:
     fisher, cross, affine, score, moved = jax.tree.map(np.asarray, found)
-    names, tolerance = definition.names, 1e-2 if vectors[0].dtype == jnp.float32 else 1e-6
+    names, tolerance = definition.names, 1e-2 if fisher[0].dtype == jnp.float32 else 1e-6
+    # First those that are known to bend: such a block's log-partition need not be convex.
+    bent = [d > tolerance and np.isfinite(d) for d in affine]
     for block, metric in zip(names, fisher, strict=True):
-        if not np.isfinite(metric).all() or np.linalg.eigvalsh(metric)[0] <= 0:
+        singular = not np.isfinite(metric).all() or np.linalg.eigvalsh(metric)[0] <= 0
+        if singular and not any(bent):
             raise ValueError(
                 f"`custom(log_partition=...)` of {definition.name} is not strictly convex in the "
                 f"block {block!r}: its second derivative is {metric.tolist()}. The block must "
                 "be a minimal parameter of an exponential family while the others are fixed; check "
                 "the log-partition, or remove redundant entries."
+            )
+    for block, scores in zip(names, score, strict=True):
+        if not np.isfinite(scores).all():
+            raise ValueError(
+                f"`custom(...)` of {definition.name}: dlog_prob/d{block} is not finite at all "
+                "draws. Check log_prob there; where draws underflow to the edge of the support, "
+                "start elsewhere, or enable float64."
             )
     reasons = []
     for (i, j), correlations in cross.items():
@@ -261,18 +279,21 @@ def check_assumptions(definition: Definition, vectors: Vectors) -> None:
 
 def _significant(samples: np.ndarray) -> float:
     """The largest mean over draws that is neither noise nor negligible; 0 if there is none."""
-    mean, error = samples.mean(0), samples.std(0) / math.sqrt(len(samples))
     if not np.isfinite(samples).all():
         return math.inf
+    mean, error = samples.mean(0), samples.std(0) / math.sqrt(len(samples))
     size = np.abs(mean)
     return float(np.max(np.where(size > LARGEST_Z * error + SMALLEST_CORRELATION, size, 0.0)))
 
 
+@eqx.filter_jit
 def _measured(definition: Definition, vectors: Vectors) -> Any:
     """At draws: Fisher blocks, and samples of what must vanish, in units of the Fisher matrix."""
     A, count = definition.log_partition_of, len(vectors)
     keys = jax.random.split(jax.random.key(0), CHECK_DRAWS)
-    draws = jax.vmap(definition.sample_of, (0, None))(keys, vectors)
+    # Compiling a sampler can take seconds: one program has both the draws and their derivatives.
+    draw = lambda vectors, key: (definition.sample_of(key, vectors),) * 2  # noqa: E731
+    slopes, draws = jax.vmap(jax.jacfwd(draw, has_aux=True), (None, 0))(vectors, keys)
     fisher = [geometry.fisher_block(A, vectors, i) for i in range(count)]
     scale = [jnp.sqrt(jnp.abs(jnp.diagonal(metric))) for metric in fisher]
 
@@ -297,10 +318,10 @@ def _measured(definition: Definition, vectors: Vectors) -> Any:
         hessian = jax.hessian(statistic)(vectors[i])
         return jnp.abs(hessian / roots[:, None] / roots).max()
 
-    def moved(i: int, key: Key[Array, ""]) -> Float[Array, "_ _"]:
-        own = block_of(i, vectors)
-        along = lambda block: score(i, definition.sample_of(key, own(block)), vectors)  # noqa: E731
-        return jax.jacfwd(along)(vectors[i]) / scale[i][:, None] / scale[i]
+    def moved(i: int, z: PyTree, slopes: PyTree) -> Float[Array, "_ _"]:
+        own = jax.tree.map(lambda _, slope: slope[i], z, slopes)
+        along = lambda dz: jax.jvp(lambda z: score(i, z, vectors), (z,), (dz,))[1]  # noqa: E731
+        return jax.vmap(along, -1, -1)(own) / scale[i][:, None] / scale[i]
 
     few = jax.tree.map(lambda leaf: leaf[:16], draws)
     nearby = [vectors, *(_nearby(definition, vectors, factor) for factor in (0.8, 1.3))]
@@ -320,14 +341,32 @@ def _measured(definition: Definition, vectors: Vectors) -> Any:
         },
         affine,
         [jax.vmap(lambda z, i=i: score(i, z, vectors))(draws) / scale[i] for i in range(count)],
-        [jax.vmap(lambda key, i=i: moved(i, key))(keys) - relative[i] for i in range(count)],
+        [
+            jax.vmap(lambda z, slope, i=i: moved(i, z, slope))(draws, slopes) - relative[i]
+            for i in range(count)
+        ],
     )
 
 
 def _nearby(definition: Definition, vectors: Vectors, factor: float) -> Vectors:
     """Other blocks inside the constraints: scaled, or kept where scaling would leave them."""
-    scaled = [factor * vector for vector in vectors]
+    return _inside(definition, vectors, [factor * vector for vector in vectors])
+
+
+def _away(definition: Definition, vectors: Vectors) -> Vectors:
+    """Other blocks inside the constraints: real ones half a unit of Fisher length further out."""
+    moved = []
+    for i, (vector, constraint) in enumerate(zip(vectors, definition.constraints, strict=True)):
+        metric = geometry.fisher_block(definition.log_partition_of, vectors, i)
+        unit = 1 / jnp.sqrt(jnp.diagonal(metric))
+        further = vector + 0.5 * jnp.where(vector < 0, -unit, unit)
+        moved.append(further if constraint == real else 1.3 * vector)
+    return _inside(definition, vectors, moved)
+
+
+def _inside(definition: Definition, vectors: Vectors, moved: list) -> Vectors:
+    """The moved blocks where they meet their constraints, the others as they were."""
     return tuple(
         jnp.where(definition.contains(i, new), new, old)
-        for i, (new, old) in enumerate(zip(scaled, vectors, strict=True))
+        for i, (new, old) in enumerate(zip(moved, vectors, strict=True))
     )

@@ -88,7 +88,9 @@ class Exponential(AbstractPositive):
 
     def log_ratios(self, key: Key[Array, ""], num: int) -> Rows:
         """log(lambda z)."""
-        return jnp.log(jax.random.exponential(key, (num, self.dim), self.dtype))
+        e = jax.random.exponential(key, (num, self.dim), self.dtype)
+        # A uniform variable of this precision can be zero; half its spacing stands for that.
+        return jnp.log(jnp.maximum(e, 0.5 * jnp.finfo(self.dtype).eps))
 
     def log_slopes(self, ratios: Rows) -> tuple[Rows, ...]:
         """-1."""

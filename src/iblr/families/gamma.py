@@ -129,7 +129,7 @@ class Gamma(AbstractPositive):
 
     def log_slopes(self, ratios: Rows) -> tuple[Rows, ...]:
         """The implicit derivative in the shape less one, and -1."""
-        slope = special.gamma_log_slope(jnp.broadcast_to(self.blocks[0], ratios.shape), ratios)
+        slope = special.gamma_log_slope(self.blocks[0], ratios)
         return slope - 1, -jnp.ones_like(ratios)
 
     def log_densities(self, ratios: Rows) -> Rows:
