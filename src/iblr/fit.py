@@ -247,6 +247,14 @@ def _preflight(target: Target, family: AbstractFamily, key: Key[Array, "*runs"],
     if batched:
         family, key = jax.tree.map(lambda x: x[0], (family, key))
     target.check(family.structure, _first_points(family, key))
+    prior = target.exact_prior
+    if prior is not None and family.entropy() is not None:
+        expected = prior.expected_log_prob(family)
+        if not bool(jnp.isfinite(expected)):
+            raise ValueError(
+                f"`Target(prior=...)` has an expected log density of {expected} under the start. "
+                "Start where it is finite (an inverse Gaussian prior needs Gamma shapes above 1)."
+            )
 
 
 @eqx.filter_jit

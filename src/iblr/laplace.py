@@ -56,6 +56,12 @@ def laplace(
         >>> posterior = iblr.fit(rosenbrock, start.family, key=jax.random.key(1), num_steps=200)
     """
     target = as_target(target, "laplace")
+    if not isinstance(family, AbstractGaussian):
+        raise ValueError(
+            "`laplace(target, family)` needs a Gaussian, but got "
+            f"{getattr(family, 'name', repr(family))}. For positive parameters map one: "
+            "`Gaussian.standard(d, support=iblr.positive)`."
+        )
     if jnp.ndim(key) != 0:
         raise ValueError(f"`laplace(key=...)` takes one key, but got shape {jnp.shape(key)}.")
     residual = jnp.asarray(jnp.inf)

@@ -51,7 +51,8 @@ class Posterior(eqx.Module):
         status: `Status.ok`, or what went wrong (one a run); `posterior.message` says it in words.
         trace: ELBO and step size after every chunk.
         refused: steps not taken because the target was not finite at the sampled points.
-        limited: directions whose change was cut to what the precision can hold, over all steps.
+        limited: directions whose change was cut to what the precision can hold, and draws of
+            positive numbers that underflowed, over all steps.
         halvings: how often a step was halved to stay in the set, where no theorem keeps it there.
         num_steps: steps taken since the start, those before a resumption included.
         num_gradients: evaluations of the target's gradient by this call of `fit`.
@@ -219,7 +220,7 @@ def _words(posterior: Posterior) -> str:
     if refused:
         text += f", {refused} steps refused"
     if limited:
-        text += f", {limited} changes limited"
+        text += f", {limited} changes or draws limited by the precision"
     if np.any(posterior.halvings):
         text += f", {int(np.sum(posterior.halvings))} halvings"
     return text

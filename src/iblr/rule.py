@@ -83,9 +83,9 @@ def line_search_step(
 ) -> tuple[AbstractFamily, StepInfo]:
     """One step of the original rule, cut so that it stays in the set of valid parameters.
 
-    A search for feasibility only, as the paper's baselines have it: where the step would leave the
-    set, all of it is scaled down to `share` of the way to the boundary (`info.shrunk` is the
-    factor). One step size serves all entries, so one parameter near its boundary holds up all.
+    A search for feasibility only, as the paper's baselines have it: no entry goes further than
+    `share` of its way to the boundary, and where one would, the step of all is scaled down
+    (`info.shrunk` is the factor). So one parameter near its boundary holds up all.
     """
     if not 0 < share < 1:
         raise ValueError(f"`line_search_step(share=...)` must be between 0 and 1, but got {share}.")

@@ -14,13 +14,14 @@ class Status(eqx.Enumeration):
     ok = "Finished without trouble."
     nonfinite = (
         "The log density or its gradient was nan or infinite at the points sampled, so the step "
-        "was refused and the family kept. Check the log density's support, or start from a "
-        "narrower family (`Gaussian.from_covariance(mean, 1e-2 * covariance)`)."
+        "was refused and the family kept. Check the log density's support, or start from a family "
+        "whose draws stay inside it, such as a narrower one."
     )
     left_set = (
         "The step left the set of valid parameters (a precision would not be positive definite, a "
         "rate not positive), so the family was kept. Use a smaller step size, `line_search_step`, "
-        "or `improved_step`, which keeps Gaussians and positive families inside."
+        "or `improved_step`, which keeps Gaussians and positive families inside and halves the "
+        "steps of others."
     )
     out_of_range = (
         "The step would have taken a parameter beyond what this precision can hold (to zero or to "

@@ -18,7 +18,8 @@ class StepInfo(NamedTuple):
 
     Attributes:
         status: `Status.ok`, or why the family was kept as it was.
-        limited: directions whose change was cut to what the precision can hold.
+        limited: directions whose change was cut to what the precision can hold, or draws that
+            underflowed and were held at the smallest number.
         shrunk: the factor by which the trust region scaled the losses of precision (1: not at all).
         mean_shrunk: the factor by which the trust region scaled the step of the mean.
         halvings: how often a step was halved because no theorem keeps it inside the set.

@@ -19,6 +19,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from iblr import geometry
@@ -35,7 +36,8 @@ class CustomTangent(eqx.Module):
     """A natural gradient at a user's family, every array with one leading axis of copies.
 
     Attributes:
-        gradient: dL / dlambda of all copies and blocks, flat.
+        gradient: L^-1 dL / dlambda of all copies and blocks, flat, with F = LL' the Fisher matrix:
+            what momentum averages must not depend on the units of a block, which change as it does.
         directions: ghat of every block.
     """
 
@@ -206,23 +208,35 @@ class Custom(AbstractFamily):
         )
 
     def with_gradient(self, tangent: CustomTangent, gradient: Float[Array, " p"]) -> CustomTangent:
-        """The tangent of another dL / dlambda."""
+        """The tangent of another gradient in units of the Fisher matrix: ghat = L^-T gradient."""
         sizes = [v.size for v in self.vectors]
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
         parts = zip(jnp.split(gradient, ends), self.vectors, strict=True)
-        return self._tangent(tuple(part.reshape(v.shape) for part, v in parts))
+        rows = tuple(part.reshape(v.shape) for part, v in parts)
+        return CustomTangent(gradient, self._solved(rows, trans=1))
 
     def _tangent(self, gradients: tuple[Float[Array, "copies _"], ...]) -> CustomTangent:
-        """The natural gradient of every block, `geometry.natural_gradient`."""
-        A = self.definition.log_partition_of
+        """The natural gradient F^-1 g = L^-T L^-1 g of every block."""
+        rows = self._solved(gradients, trans=0)
+        flat = jnp.concatenate([row.reshape(-1) for row in rows])
+        return CustomTangent(flat, self._solved(rows, trans=1))
 
-        def natural(vectors: Vectors, gradients: Vectors) -> Vectors:
+    def _solved(
+        self, rows: tuple[Float[Array, "copies _"], ...], trans: int
+    ) -> tuple[Float[Array, "copies _"], ...]:
+        """L^-1 or L^-T of every block times its rows, F = LL'; nan where F has no such root."""
+
+        def one_copy(vectors: Vectors, rows: Vectors) -> Vectors:
+            metrics = [
+                geometry.fisher_block(self.definition.log_partition_of, vectors, i)
+                for i in range(len(vectors))
+            ]
             return tuple(
-                geometry.natural_gradient(A, vectors, i, g) for i, g in enumerate(gradients)
+                solve_triangular(jnp.linalg.cholesky(metric), row, lower=True, trans=trans)
+                for metric, row in zip(metrics, rows, strict=True)
             )
 
-        flat = jnp.concatenate([g.reshape(-1) for g in gradients])
-        return CustomTangent(flat, jax.vmap(natural)(self.vectors, gradients))
+        return jax.vmap(one_copy)(self.vectors, rows)
 
     # The rules.
 

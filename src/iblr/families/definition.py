@@ -10,6 +10,7 @@ s_i = grad_i log q at draws:
     Assumption 3    -D_i^2 log q = D_i^2 A at every draw, here and at blocks nearby
     agreement       E[s_i] = 0: sampler, density and log-partition belong together
     reparameterised E[d s_i(z(lambda')) / d lambda'_i] = F_i: the derivative reaches the draws
+    entropy         E[-log q] is the user's formula, if there is one
 
 The expectations are over 4 096 draws, so a Fisher correlation of a few hundredths between blocks
 passes unnoticed.
@@ -219,7 +220,7 @@ def check_assumptions(definition: Definition, vectors: Vectors) -> None:
 
 
 def _check_measured(definition: Definition, found: Any) -> None:
-    fisher, cross, affine, score, moved = jax.tree.map(np.asarray, found)
+    fisher, cross, affine, score, moved, values, entropy = jax.tree.map(np.asarray, found)
     names, tolerance = definition.names, 1e-2 if fisher[0].dtype == jnp.float32 else 1e-6
     # First those that are known to bend: such a block's log-partition need not be convex.
     bent = [d > tolerance and np.isfinite(d) for d in affine]
@@ -232,13 +233,12 @@ def _check_measured(definition: Definition, found: Any) -> None:
                 "be a minimal parameter of an exponential family while the others are fixed; check "
                 "the log-partition, or remove redundant entries."
             )
-    for block, scores in zip(names, score, strict=True):
-        if not np.isfinite(scores).all():
-            raise ValueError(
-                f"`custom(...)` of {definition.name}: dlog_prob/d{block} is not finite at all "
-                "draws. Check log_prob there; where draws underflow to the edge of the support, "
-                "start elsewhere, or enable float64."
-            )
+    if not all(np.isfinite(samples).all() for samples in (values, *score)):
+        raise ValueError(
+            f"`custom(log_prob=...)` of {definition.name}, or its derivative, is not finite at all "
+            "draws of the sampler. Check log_prob there; where draws round to the edge of the "
+            "support, start elsewhere, or enable float64."
+        )
     reasons = []
     for (i, j), correlations in cross.items():
         largest = _significant(correlations)
@@ -275,6 +275,12 @@ def _check_measured(definition: Definition, found: Any) -> None:
                 f"{_significant(slopes):.2g} of the Fisher information). Write the draw as a "
                 "function of noise and blocks."
             )
+    if entropy is not None and _significant(values + entropy) > 0:
+        raise ValueError(
+            f"`custom(entropy=...)` of {definition.name} is {entropy:.4g}, but the mean of "
+            f"-log_prob over draws is {-values.mean():.4g}. Check the normalisation of log_prob, "
+            "and the entropy."
+        )
 
 
 def _significant(samples: np.ndarray) -> float:
@@ -345,6 +351,8 @@ def _measured(definition: Definition, vectors: Vectors) -> Any:
             jax.vmap(lambda z, slope, i=i: moved(i, z, slope))(draws, slopes) - relative[i]
             for i in range(count)
         ],
+        jax.vmap(lambda z: definition.log_prob_of(z, vectors))(draws),
+        definition.entropy and definition.entropy(definition.unpack(vectors)),
     )
 
 

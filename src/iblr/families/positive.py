@@ -39,7 +39,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from iblr.families.base import AbstractFamily, Draws, StepInfo
 from iblr.families.curvature import LARGEST_GAIN, LARGEST_LOSS, Parameterisation
@@ -55,10 +55,12 @@ class PositiveTangent(eqx.Module):
     Attributes:
         gradient: dL / dlog lambda, block after block.
         directions: ghat / lambda, the relative natural gradient of every block.
+        underflows: numbers that were drawn below the smallest one and held there.
     """
 
     gradient: Float[Array, " p"]
     directions: Blocks
+    underflows: Int[Array, ""] | None = None
 
 
 class AbstractPositive(AbstractFamily):
@@ -189,8 +191,12 @@ class AbstractPositive(AbstractFamily):
         return self.structure.unravel(rows[0] if num is None else rows)
 
     def log_prob_of_draws(self, draws: Draws) -> Float[Array, " M"]:
-        """log q at draws, from u."""
-        return self.log_densities(draws.noise).sum(-1)
+        """log q at draws, from u; where z underflowed, at the smallest number, as the target's."""
+        return self.log_densities(jnp.maximum(draws.noise, self._smallest_ratio)).sum(-1)
+
+    @property
+    def _smallest_ratio(self) -> Float[Array, " d"]:
+        return jnp.log(jnp.finfo(self.dtype).tiny) - jnp.log(self.mean)
 
     def log_prob_rows(self, rows: Rows) -> Float[Array, " M"]:
         """log q, minus infinity outside the support."""
@@ -231,12 +237,14 @@ class AbstractPositive(AbstractFamily):
         """The tangent of another dL / dlog lambda."""
         parts = jnp.split(gradient, len(self.blocks))
         directions = tuple(g / w for g, w in zip(parts, self.weights, strict=True))
-        return PositiveTangent(gradient, directions)
+        return PositiveTangent(gradient, directions, tangent.underflows)
 
     def _from_slopes(self, draws: Draws, log_slopes: Rows) -> PositiveTangent:
         """From the slopes of the integrand in log z."""
         parts = [(slope * log_slopes).mean(0) for slope in self.log_slopes(draws.noise)]
-        return self.with_gradient(PositiveTangent(parts[0], ()), jnp.concatenate(parts))
+        underflows = jnp.sum(draws.noise < self._smallest_ratio).astype(jnp.int32)
+        empty = PositiveTangent(parts[0], (), underflows)
+        return self.with_gradient(empty, jnp.concatenate(parts))
 
     def _plus(self, tangent: PositiveTangent, exact: Any) -> PositiveTangent:
         """The tangent with that of a function of the family added."""
@@ -343,7 +351,8 @@ class AbstractPositive(AbstractFamily):
             ),
         )
         none = jnp.zeros((), jnp.int32)
-        return self.with_blocks(kept), StepInfo(status, none, shrunk, shrunk, none)
+        underflows = none if tangent.underflows is None else tangent.underflows
+        return self.with_blocks(kept), StepInfo(status, underflows, shrunk, shrunk, none)
 
     def _check_parameterisation(self, parameterisation: Parameterisation) -> None:
         if parameterisation is not Parameterisation.precision:
