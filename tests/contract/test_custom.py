@@ -250,7 +250,13 @@ HAND_WRITTEN = {
 
 
 @pytest.mark.parametrize("step_size", [0.01, 0.5, 3.0])
-@pytest.mark.parametrize("mine, theirs", HAND_WRITTEN.values(), ids=HAND_WRITTEN)
+@pytest.mark.parametrize(
+    "mine, theirs",
+    [
+        pytest.param(*pair, id=name, marks=pytest.mark.slow if name == "Gamma" else ())
+        for name, pair in HAND_WRITTEN.items()
+    ],
+)
 def test_one_step_is_that_of_the_hand_written_family(mine, theirs, step_size, x64):
     mine, theirs = mine(), theirs()
     slopes = jnp.array([0.8, -0.3])[: len(theirs.blocks)]  # dL / dlog lambda
@@ -264,6 +270,7 @@ def test_one_step_is_that_of_the_hand_written_family(mine, theirs, step_size, x6
         assert abs(float(a[0, 0] / start[0]) - 1) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_size", [0.1, 2.0])
 def test_one_step_of_a_matrix_block_is_that_of_the_gaussian(step_size, x64):
     mean, S = jnp.array([1.0, -0.5]), jnp.array([[2.0, 0.5], [0.5, 1.0]])
@@ -328,10 +335,8 @@ def test_copies_are_independent_members():
         tangent_of(three, *gradients), tangent_of(three, *gradients).gradient
     )
     assert_same_bits(with_same, tangent_of(three, *gradients))
-    assert lognormal(copies=2).copies == (2,) and lognormal(copies=(2, 3)).sample(KEY).shape == (
-        2,
-        3,
-    )
+    assert lognormal(copies=2).copies == (2,)
+    assert lognormal(copies=(2, 3)).structure.shapes == ((2, 3),)
 
 
 MEANS, PRECISIONS = np.array([0.5, -1.0, 2.0]), np.array([1.0, 3.0, 0.5])
@@ -589,11 +594,16 @@ def natural_normal_2d(e1, S):
 @pytest.mark.parametrize("mean", [2.0, 0.0])
 def test_natural_parameters_of_a_gaussian_are_refused(mean):
     # With the mean at zero they are block-coordinate at the start, and nowhere else.
-    says = "'e2' and 'e1' is not zero.*not block-coordinate.*Assumption 2.*mean and precision"
+    says = "'e2' and 'e1' .*is not zero.*not block-coordinate.*Assumption 2.*mean and precision"
     with pytest.raises(ValueError, match=says):
         natural_normal(mean, -0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mean", [2.0, 0.0])
+def test_natural_parameters_of_a_gaussian_of_two_numbers_are_refused(mean):
     S = jnp.array([[2.0, 0.5], [0.5, 1.0]])
-    with pytest.raises(ValueError, match="'S' and 'e1' is not zero.*not block-coordinate"):
+    with pytest.raises(ValueError, match="'S' and 'e1' .*is not zero.*not block-coordinate"):
         natural_normal_2d(mean * jnp.array([1.0, -0.5]), S)
 
 
@@ -639,7 +649,7 @@ def test_the_skew_densities_are_densities():
 def test_mean_skew_and_precision_of_a_skew_gaussian_are_refused(alpha):
     blocks = {"mu": 0.3, "alpha": alpha, "s": 2.0}
     options = {"log_partition": skew_log_partition, "constraints": {"s": iblr.positive}}
-    says = "'alpha' and 'mu' is not zero.*not block-coordinate.*not affine in the block 'alpha'"
+    says = "'alpha' and 'mu' .*is not zero.*not block-coordinate.*not affine in the block .*'alpha'"
     with pytest.raises(ValueError, match=says):
         iblr.custom(blocks=blocks, log_prob=skew_joint_log_prob, sampler=skew_draw, **options)
     with pytest.raises(ValueError, match=says):
@@ -810,7 +820,13 @@ EVERY = {
 }
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("Gamma", "Product") else ())
+        for name in EVERY
+    ],
+)
 def test_every_family_is_fitted_without_another_argument_and_printed(name):
     make, target = EVERY[name]
     start = make()

@@ -183,6 +183,13 @@ def test_products_may_be_nested():
     assert nested["inner"]["tau"].name == "Exponential"
     where = {"inner": {"w": iblr.positive}}
     assert (nested.with_support(where).sample(KEY, 50)["inner"]["w"] > 0).all()
+
+
+@pytest.mark.slow
+def test_nested_products_are_fitted():
+    q = make()
+    inner = Product({"tau": q["tau"], "w": q["w"]})
+    nested = Product({"inner": inner, "ig": q["ig"]})
     log_density = lambda z: -z["ig"] - 1 / z["ig"] + inner.log_prob(z["inner"])  # noqa: E731
     posterior = small(nested, log_density, num_steps=200, chunk_size=100)
     assert posterior.status == Status.ok
@@ -286,7 +293,7 @@ def likelihood(z):
 
 
 def test_a_product_is_an_exact_prior_of_a_product():
-    q = Product({"tau": Gamma(2.0, 1.5), "w": make(0)["w"]})
+    q = Product({"tau": Exponential(1.5), "w": make(0)["w"]})
     prior = Product({"tau": Gamma(1.2, 3.0), "w": make(1)["w"]})
     exact = iblr.Target(log_likelihood=likelihood, prior=prior, temperature=2.0)
     sampled = iblr.Target(log_likelihood=likelihood, prior=prior.log_prob, temperature=2.0)

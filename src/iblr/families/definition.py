@@ -240,22 +240,28 @@ def _check_measured(definition: Definition, found: Any) -> None:
             "support, start elsewhere, or enable float64."
         )
     reasons = []
-    for (i, j), correlations in cross.items():
-        largest = _significant(correlations)
-        if largest > 0:
-            reasons.append(
-                f"the Fisher information between {names[i]!r} and {names[j]!r} is not zero (up to "
-                f"{largest:.2g} of what it could be), so they are not block-coordinate (Assumption "
-                "2): join them in one block, or choose others, as mean and precision for a Gaussian"
-            )
-    for block, difference in zip(names, affine, strict=True):
-        if not difference <= tolerance:
-            reasons.append(
-                f"log_prob + log_partition is not affine in the block {block!r} with the others "
-                f"fixed (relative curvature {difference:.2g}), so it is not a natural parameter "
-                "(Assumption 3): parameterise it by what multiplies a statistic, as 1/m^2 for the "
-                "mean m of an inverse Gaussian"
-            )
+    coupled = [
+        f"{names[i]!r} and {names[j]!r} ({_significant(correlations):.2g} of the most it could be)"
+        for (i, j), correlations in cross.items()
+        if _significant(correlations) > 0
+    ]
+    if coupled:
+        reasons.append(
+            f"the Fisher information between {', '.join(coupled)} is not zero, so they are not "
+            "block-coordinate (Assumption 2): join them in one block, or choose others, as mean "
+            "and precision for a Gaussian"
+        )
+    curved = [
+        f"{block!r} (relative curvature {difference:.2g})"
+        for block, difference in zip(names, affine, strict=True)
+        if not difference <= tolerance
+    ]
+    if curved:
+        reasons.append(
+            f"log_prob + log_partition is not affine in the block {', '.join(curved)} with the "
+            "others fixed, so it is not a natural parameter (Assumption 3): parameterise it by "
+            "what multiplies a statistic, as 1/m^2 for the mean m of an inverse Gaussian"
+        )
     if reasons:
         raise ValueError(
             f"`custom(blocks=...)` of {definition.name}: " + "; and ".join(reasons) + "."
