@@ -492,7 +492,7 @@ def test_the_original_rule_leaving_the_set_at_every_step_is_reported_as_such():
     options = {"rule": iblr.natural_gradient_step, "step_size": 0.5, "estimator": AtMean()}
     posterior = fit(upwards, throw=False, **options)
     assert posterior.status == Status.left_set
-    assert "smaller step size, or `improved_step`" in posterior.message
+    assert "smaller step size, `line_search_step`, or `improved_step`" in posterior.message
     assert_same_bits(posterior.family, DiagonalGaussian.standard(2))
     with pytest.raises(FitError, match="left_set"):
         fit(upwards, **options)

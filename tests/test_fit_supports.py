@@ -374,6 +374,7 @@ def test_draws_predictions_and_densities_are_of_the_points(fitted):
     np.testing.assert_allclose(fitted.log_prob(few), expected, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_runs_of_a_batch_have_moments_of_the_points():
     keys = jax.random.split(KEY, 2)
     batch = small(lognormal, DiagonalGaussian.standard(2), support=iblr.positive, key=keys)

@@ -348,6 +348,7 @@ def lognormals(z):
     return (0.5 * jnp.log(s / (2 * jnp.pi)) - 0.5 * s * x**2 - jnp.log(z)).sum()
 
 
+@pytest.mark.slow
 def test_copies_are_fitted_each_to_its_own_target():
     posterior = iblr.fit(lognormals, lognormal(copies=(3,)), key=KEY)
     np.testing.assert_allclose(posterior.family.blocks["mu"], MEANS, atol=1e-3)
@@ -474,6 +475,7 @@ def test_an_interrupted_fit_goes_on_with_the_same_bits():
     assert half.state.step == 20 and resumed.state.step == 40
 
 
+@pytest.mark.slow
 def test_a_batch_of_keys_is_a_loop_over_keys():
     keys = jax.random.split(KEY, 3)
     batch = small(one_lognormal, lognormal(), key=keys)
@@ -492,6 +494,7 @@ def test_momentum_reaches_the_target_too(momentum):
     np.testing.assert_allclose(posterior.family.blocks["s"], 3, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_step_may_be_compiled():
     state = iblr.init(lognormal(), KEY)
     options = {"estimator": iblr.Stl(pairs=2), "step_size": 0.1}
@@ -543,6 +546,7 @@ def test_what_has_no_closed_form_says_so():
         iblr.improved_step(q, tangent, 0.1, parameterisation=iblr.Parameterisation.covariance)
 
 
+@pytest.mark.slow
 def test_a_prior_that_is_a_custom_family_goes_in_as_a_function():
     prior = lognormal(0.5, 1.0)
     likelihood = lambda z: -0.5 * jnp.log(z) ** 2  # noqa: E731
@@ -645,7 +649,7 @@ def test_the_skew_densities_are_densities():
     assert agrees(draws, 0.3 + MEAN_ABS * 1.5)
 
 
-@pytest.mark.parametrize("alpha", [1.5, 0.0])
+@pytest.mark.parametrize("alpha", [1.5, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_mean_skew_and_precision_of_a_skew_gaussian_are_refused(alpha):
     blocks = {"mu": 0.3, "alpha": alpha, "s": 2.0}
     options = {"log_partition": skew_log_partition, "constraints": {"s": iblr.positive}}

@@ -564,7 +564,7 @@ def test_exactly_one_of_dim_and_like_is_needed(family):
 def test_like_needs_floating_point_leaves(family):
     with raises(f"{family.__name__}.standard", "floating-point leaves.*count.*int32"):
         family.standard(like={"count": jnp.zeros(2, jnp.int32), "w": jnp.zeros(2)})
-    with raises("standard", "floating-point leaves.*bool"):
+    with raises(f"{family.__name__}.standard", "floating-point leaves.*bool"):
         family.standard(like=jnp.zeros(2, bool))
     with raises("standard", "no leaves"):
         family.standard(like={})

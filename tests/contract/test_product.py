@@ -464,6 +464,7 @@ def small_pair(start=None, **options):
     return small(pair() if start is None else start, pair_target, momentum=0.5, **options)
 
 
+@pytest.mark.slow
 def test_a_batch_of_keys_is_a_loop_over_keys():
     keys = jax.random.split(KEY, 3)
     batch = small_pair(key=keys)

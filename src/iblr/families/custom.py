@@ -366,8 +366,8 @@ def custom(
         log_partition: `log_partition(blocks)`, A. Up to a constant; log_prob + A must be affine in
             each block while the others are fixed.
         sampler: `sampler(key, blocks)`, one draw that JAX can differentiate in the blocks
-            (`jax.random.gamma`, `beta`, `dirichlet` and `loggamma` can be; a rejection loop of your
-            own cannot).
+            (a draw of `iblr.Gamma` can be, and JAX's own of `gamma`, `beta` and `dirichlet`, which
+            compile for longer; a rejection loop of your own cannot).
         constraints: where blocks must stay, by name: `iblr.positive`, `iblr.positive_definite`,
             `iblr.interval(low, high)`; those left out are real.
         entropy: `entropy(blocks)` in closed form, if there is one: then `Rep` works too, and the
