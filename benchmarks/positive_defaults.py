@@ -21,12 +21,10 @@ import iblr
 SETTINGS = {
     "default": {},
     "Stl(2)": {"estimator": iblr.Stl(pairs=2)},
-    "Stl(32)": {"estimator": iblr.Stl(pairs=32)},
     "Rep(16)": {"estimator": iblr.Rep(samples=16)},
+    "no region": {"trust_region": False},
     "t = 0.1": {"step_size": 0.1},
-    "t = 0.5": {"step_size": 0.5},
-    "t = 1/(1+k)": {"step_size": lambda k: 1 / (1.0 + k)},
-    "region": {"trust_region": True},
+    "2/(10+k)": {"step_size": lambda k: jnp.minimum(0.1, 2 / (10.0 + k))},
 }
 
 
