@@ -128,12 +128,14 @@ def fit(
             `family.with_support(support)`.
         estimator: how the natural gradient is estimated; None is `Stl(pairs=8)`.
         step_size: t, a number or a schedule of the step index (any of optax's). None is
-            min(1/10, 2 / (10 + k)) for a Gaussian and min(1/2, 5 / (10 + k)) for other families.
+            min(1/10, 2 / (10 + k)) for a Gaussian over real parameters and min(1/2, 5 / (10 + k))
+            for other families.
         num_steps: steps to take.
         momentum: r of the natural momentum, in [0, 1).
         trust_region: bound the change of one step, see `improved_step`. For a Gaussian worth it far
             from the target or with `Secant`; with a decaying step size it can delay the approach.
-            None is off for a Gaussian, on for other families with the improved rule.
+            None is off for a Gaussian over real parameters, on for other families with the improved
+            rule.
         rule: `improved_step`, `natural_gradient_step`, `line_search_step` or `geodesic_step`.
         callback: called with a `Progress` after every chunk; return True to stop.
         progress: show a line of progress; None shows it in a terminal.
@@ -157,15 +159,15 @@ def fit(
     started = time.perf_counter()
     target = as_target(target, "fit")
     batched = _check_key(family, key)
-    is_gaussian = isinstance(family, AbstractGaussian)
-    if step_size is None:
-        step_size = default_step_size if is_gaussian else bold_step_size
-    if trust_region is None:
-        trust_region = rule is improved_step and not is_gaussian
-    _check_options(step_size, num_steps, momentum, chunk_size, elbo_draws)
-    _check_method(estimator, rule, trust_region)
     if support is not None:
         family = _with_support(family, support)
+    is_plain = isinstance(family, AbstractGaussian) and family.structure.is_real
+    if step_size is None:
+        step_size = default_step_size if is_plain else bold_step_size
+    if trust_region is None:
+        trust_region = rule is improved_step and not is_plain
+    _check_options(step_size, num_steps, momentum, chunk_size, elbo_draws)
+    _check_method(estimator, rule, trust_region)
     now: State = _start(family, key, batched)
     if state is not None:
         now = _check_state(state, now)

@@ -50,7 +50,8 @@ class Posterior(eqx.Module):
         elbo: evidence lower bound, higher is better; `elbo_se` is its standard error.
         status: `Status.ok`, or what went wrong (one a run); `posterior.message` says it in words.
         trace: ELBO and step size after every chunk.
-        refused: steps not taken because the target was not finite at the sampled points.
+        refused: steps not taken because the target was not finite at the sampled points, or a
+            parameter would have left its set or the range of the precision.
         limited: directions whose change was cut to what the precision can hold, and draws of
             positive numbers that underflowed, over all steps.
         halvings: how often a step was halved to stay in the set, where no theorem keeps it there.

@@ -30,7 +30,8 @@ def improved_step(
         family: where to step from.
         tangent: a natural gradient of the negative ELBO there, as an estimator returns it.
         step_size: t.
-        curvature_step_size: another t for the covariance block; None takes `step_size`.
+        curvature_step_size: another t for the covariance of a Gaussian, or for the shape of a Gamma
+            or an inverse Gaussian; None takes `step_size`. Families without such a block ignore it.
         parameterisation: the block in which the rule is applied. `precision` is the paper's;
             `covariance` gives {mu, Sigma} and {mu, v} (appendices E.4 and A; with half the
             curvature step, the update that Tran et al. 2019 printed), `standard_deviation`
@@ -63,7 +64,9 @@ def natural_gradient_step(
     curvature_step_size: ArrayLike | None = None,
     parameterisation: Parameterisation = Parameterisation.precision,
 ) -> tuple[AbstractFamily, StepInfo]:
-    """One step of the original rule, [LSK20] eq. von_1 and von_2.
+    """One step of the original rule: eq. von_1 and von_2 of [LSK20] for a Gaussian.
+
+    Elsewhere eq. blr, in a positive family's natural parameters and in the blocks of a custom one.
 
     The step may leave the set of valid parameters; then the family comes back unchanged and
     `info.status` is `Status.left_set`.

@@ -42,8 +42,10 @@ Values = Float[Array, "..."]
 SERIES_FROM = 10
 
 # Bernoulli numbers B_2, B_4, ...
-_BERNOULLI = np.array([1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6])
-_TWICE = 2.0 * np.arange(1, 8)
+_BERNOULLI = np.array(
+    [1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6, -3617 / 510, 43867 / 798]
+)
+_TWICE = 2.0 * np.arange(1, 10)
 
 
 def _series(coefficients: np.ndarray, a: Values, power: int) -> Values:
@@ -145,11 +147,25 @@ def _fraction(levels: int, level: Callable[[Any, Values], Values], like: Values)
 
 def mills_rest(s: Values) -> Values:
     """1 - s m(s) for s > 0, with m the Mills ratio Phi(-s) / N(s | 0, 1) of the Gaussian."""
-    small, large = jnp.minimum(s, 4.0), jnp.maximum(s, 4.0)
-    # m = 1 / (s + tail), tail = 1 / (s + 2 / (s + 3 / (s + ...)))
-    tail = _fraction(40, lambda k, tail: k / (large + tail), s)
-    log_ratio = jax.scipy.special.log_ndtr(-small) + 0.5 * small**2 + 0.5 * math.log(2 * math.pi)
-    return jnp.where(s < 4, 1 - small * jnp.exp(log_ratio), tail / (large + tail))
+    return jnp.where(s < 4, 1 - _small_mills(s), _large_mills_rest(s))
+
+
+def scaled_mills(s: Values) -> Values:
+    """s m(s) for s > 0, also where it is small."""
+    return jnp.where(s < 4, _small_mills(s), 1 - _large_mills_rest(s))
+
+
+def _small_mills(s: Values) -> Values:
+    s = jnp.minimum(s, 4.0)
+    log_ratio = jax.scipy.special.log_ndtr(-s) + 0.5 * s**2 + 0.5 * math.log(2 * math.pi)
+    return s * jnp.exp(log_ratio)
+
+
+def _large_mills_rest(s: Values) -> Values:
+    """m = 1 / (s + tail), tail = 1 / (s + 2 / (s + 3 / (s + ...)))."""
+    s = jnp.maximum(s, 4.0)
+    tail = _fraction(40, lambda k, tail: k / (s + tail), s)
+    return tail / (s + tail)
 
 
 @partial(jax.jit, static_argnums=2)
@@ -187,16 +203,21 @@ def expm1_rest(x: Values) -> Values:
     return jnp.where(jnp.abs(x) < 1, 0.5 * x**2 * total, jnp.exp(x) - 1 - x)
 
 
-@jax.jit
 def gamma_log_slope(a: Values, u: Values) -> Values:
     """dlog z / dlog a at a fixed quantile of z ~ Ga(a, 1), with u = log(z/a); `a` broadcasts."""
+    return 1 + gamma_ratio_slope(a, u)
+
+
+@jax.jit
+def gamma_ratio_slope(a: Values, u: Values) -> Values:
+    """du / dlog a at a fixed quantile: that of log z less one, which is small for large a."""
     is_single = jnp.finfo(a.dtype).eps > 1e-10
     digits, nodes = (18.0, 20) if is_single else (38.0, 40)
     log_z = jnp.log(a) + u
-    near_zero = log_z < np.log(0.5)
+    near_zero = log_z < math.log(0.5)
     return jnp.where(
         near_zero,
-        _slope_near_zero(a, jnp.where(near_zero, log_z, -1.0), 9 if is_single else 15),
+        _slope_near_zero(a, jnp.where(near_zero, log_z, -1.0), 9 if is_single else 15) - 1,
         _slope_by_quadrature(a, jnp.where(near_zero, 0.0, u), digits, nodes),
     )
 
@@ -213,7 +234,8 @@ def _slope_near_zero(a: Values, log_z: Values, terms: int) -> Values:
 
 
 def _slope_by_quadrature(a: Values, u: Values, digits: float, num_nodes: int) -> Values:
-    k = u - digamma_rest(a)
+    """-+ a int (e^(u+s) - 1 - (u+s) + D(a)) exp(h(s)) ds: one is a int (1 - e^(u+s)) exp(h) ds."""
+    constant = expm1_rest(u) + digamma_rest(a)
     growth = jnp.expm1(u)  # (z - a) / a
     z = a * jnp.exp(u)
     upper = u > 0
@@ -226,10 +248,11 @@ def _slope_by_quadrature(a: Values, u: Values, digits: float, num_nodes: int) ->
     def add(i, total):
         s = sign * length * fractions[i]
         rest = expm1_rest(s)
-        return total + shares[i] * (k + s) * jnp.exp(-a * (rest + growth * (rest + s)))
+        value = constant + growth * (rest + s) + rest  # expm1_rest(u + s) + D(a)
+        return total + shares[i] * value * jnp.exp(-a * (rest + growth * (rest + s)))
 
     integral = jax.lax.fori_loop(0, num_nodes, add, jnp.zeros_like(u))
-    return sign * a * length * integral
+    return -sign * a * length * integral
 
 
 def _upper_length(a: Values, growth: Values, z: Values, digits: float) -> Values:

@@ -15,7 +15,7 @@ class Status(eqx.Enumeration):
     nonfinite = (
         "The log density or its gradient was nan or infinite at the points sampled, so the step "
         "was refused and the family kept. Check the log density's support, or start from a family "
-        "whose draws stay inside it, such as a narrower one."
+        "whose draws stay inside it, such as a narrower one; `trust_region=True` may help too."
     )
     left_set = (
         "The step left the set of valid parameters (a precision would not be positive definite, a "
@@ -30,7 +30,8 @@ class Status(eqx.Enumeration):
     )
     refused_steps = (
         "More than a tenth of the steps were refused because the log density or its gradient was "
-        "nan or infinite there; the rest were taken. Look at the support of the log density."
+        "nan or infinite there, or a parameter would have left the range of the precision; the "
+        "rest were taken. Look at the support of the log density, and at the step size."
     )
     inaccurate = (
         "The covariance became too ill-conditioned for this precision: the stored log-determinant "

@@ -11,7 +11,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from iblr.support import AbstractSupport, real
 
@@ -186,6 +186,18 @@ class Structure(eqx.Module):
     def ravel_point(self, tree: PyTree, call: str) -> Float[Array, "*batch n"]:
         """The numbers of points as they are, in the order of `labels`, over any leading axes."""
         return self._concatenated(self._checked(tree, call), self.shapes)
+
+    def contains(self, tree: PyTree) -> tuple[Bool[Array, "*batch"], Bool[Array, "*batch"]]:
+        """Whether points, over any leading axes, are on the supports, and whether any is nan."""
+        inside, unknown = [], []
+        for leaf, shape, support in zip(
+            jax.tree.leaves(tree), self.shapes, self.supports, strict=True
+        ):
+            leaf = jnp.asarray(leaf)
+            batch = leaf.shape[: leaf.ndim - len(shape)]
+            inside.append(support.contains(leaf).reshape((*batch, -1)).all(-1))
+            unknown.append(jnp.isnan(leaf).reshape((*batch, -1)).any(-1))
+        return jnp.stack(inside).all(0), jnp.stack(unknown).any(0)
 
     def log_jacobian(self, vector: Float[Array, "*batch d"]) -> Float[Array, "*batch"]:
         """The log |det| of the map from coordinates to points, over any leading axes."""

@@ -566,7 +566,7 @@ def test_like_needs_floating_point_leaves(family):
         family.standard(like={"count": jnp.zeros(2, jnp.int32), "w": jnp.zeros(2)})
     with raises(f"{family.__name__}.standard", "floating-point leaves.*bool"):
         family.standard(like=jnp.zeros(2, bool))
-    with raises("standard", "no leaves"):
+    with raises(f"{family.__name__}.standard", "no leaves"):
         family.standard(like={})
     with raises(f"{family.__name__}.standard", "at least one dimension"):
         family.standard(like=jnp.zeros(0))

@@ -59,6 +59,13 @@ def positive(
 
     A number or an array goes with every leaf of a pytree; two pytrees must have one structure.
     """
+    for name, value in parameters.items():
+        try:
+            fine = all(jnp.isrealobj(jnp.asarray(leaf)) for leaf in jax.tree.leaves(value))
+        except (TypeError, ValueError):
+            fine = False
+        if not fine:
+            raise ValueError(f"`{call}({name}=...)` needs positive numbers, but got {value!r}.")
     dtype = jax.dtypes.canonicalize_dtype(dtype or floating(*parameters.values()))
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"`{call}(dtype=...)` needs a floating-point type, but got {dtype}.")
@@ -117,6 +124,18 @@ def check_positive(call: str, name: str, value: Float[Array, "..."]) -> None:
     if not isinstance(value, Tracer) and not bool((value > 0).all()):
         raise ValueError(
             f"`{call}({name}=...)` must be positive, but its smallest entry is {value.min():.3g}."
+        )
+
+
+def check_fits(call: str, name: str, value: Float[Array, "..."]) -> None:
+    """Raise unless a parameter made from positive arguments is a normal number, too."""
+    limits = jnp.finfo(value.dtype)
+    if not isinstance(value, Tracer) and not bool(
+        ((value >= limits.tiny) & (value <= limits.max)).all()
+    ):
+        raise ValueError(
+            f"`{call}({name}=...)` does not fit into {value.dtype}: it makes a parameter between "
+            f"{value.min():.3g} and {value.max():.3g}. Rescale the numbers, or use float64."
         )
 
 

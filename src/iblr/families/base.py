@@ -122,6 +122,8 @@ class AbstractFamily(eqx.Module):
 
     def sample(self, key: Key[Array, ""], num: int | None = None) -> PyTree:
         """`num` draws stacked along a first axis, or one draw without that axis."""
+        if num is not None and (isinstance(num, bool) or not hasattr(num, "__index__") or num < 1):
+            raise ValueError(f"`sample(key, num)` needs a whole number from 1, but got {num!r}.")
         rows = self.draw(key, 1 if num is None else num).rows
         return self.structure.unravel(rows[0] if num is None else rows)
 
@@ -130,7 +132,11 @@ class AbstractFamily(eqx.Module):
         rows = self.structure.ravel(z, "log_prob(z)").astype(self.dtype)
         flat = rows.reshape(-1, self.dim)
         value = self.log_prob_rows(flat) - self.structure.log_jacobian(flat)
-        return value.reshape(rows.shape[:-1])
+        value = value.reshape(rows.shape[:-1])
+        if self.structure.is_real:
+            return value
+        inside, unknown = self.structure.contains(z)
+        return jnp.where(inside, value, jnp.where(unknown, jnp.nan, -jnp.inf))
 
     @abc.abstractmethod
     def entropy(self) -> Float[Array, ""] | None:

@@ -13,12 +13,13 @@ and the step of a block that would leave is halved until it stays; the halvings 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
@@ -75,8 +76,10 @@ class Custom(AbstractFamily):
     @property
     def blocks(self) -> dict[str, Float[Array, "..."]]:
         """The parameters by name, after the axes of the copies."""
-        blocks = jax.vmap(self.definition.unpack)(self.vectors)
-        return {name: b.reshape(self.copies + b.shape[1:]) for name, b in blocks.items()}
+        flat = tuple(v.reshape(-1, v.shape[-1]) for v in self.vectors)
+        blocks = jax.vmap(self.definition.unpack)(flat)
+        leading = self.batch_shape + self.copies
+        return {name: b.reshape(leading + b.shape[1:]) for name, b in blocks.items()}
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -393,12 +396,12 @@ def custom(
     definition, vectors = define(
         blocks, log_prob, log_partition, sampler, constraints, entropy, name
     )
-    if isinstance(copies, int):
-        copies = (copies,)
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in copies):
+    sizes = tuple(copies) if isinstance(copies, Sequence) else (copies,)
+    if any(isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1 for n in sizes):
         raise ValueError(
             f"`custom(copies=...)` needs whole numbers of at least 1, but got {copies}."
         )
+    copies = tuple(int(n) for n in sizes)
     event = check_functions(definition, vectors)
     check_assumptions(definition, vectors)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(copies + leaf.shape, leaf.dtype), event)

@@ -130,6 +130,11 @@ def define(
     for argument, function in functions.items():
         if not callable(function):
             raise ValueError(f"`custom({argument}=...)` must be a function, but got {function!r}.")
+    if constraints is not None and not isinstance(constraints, Mapping):
+        raise ValueError(
+            "`custom(constraints=...)` needs a dictionary by the names of blocks, but got "
+            f"{constraints!r}."
+        )
     constraints = dict(constraints or {})
     unknown = [key for key in constraints if key not in blocks]
     if unknown:
@@ -143,7 +148,14 @@ def define(
                 f"`custom(constraints=...)` needs `iblr.positive`, `iblr.positive_definite` or "
                 f"another support for {key!r}, but got {constraint!r}."
             )
-    dtype = jnp.result_type(float, *(jnp.asarray(b) for b in blocks.values()))
+    try:
+        dtype = jnp.result_type(float, *(jnp.asarray(b) for b in blocks.values()))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"`custom(blocks=...)` needs arrays of numbers, but got {blocks}."
+        ) from error
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"`custom(blocks=...)` needs real numbers, but got {dtype}.")
     arrays = {key: jnp.asarray(b, dtype) for key, b in blocks.items()}
     definition = Definition(
         name=name,
@@ -162,6 +174,13 @@ def define(
             raise ValueError(
                 f"`custom(blocks=...)` needs a square matrix for {key!r}, which is to be positive "
                 f"definite, but got shape {block.shape}."
+            )
+        if isinstance(constraint, AbstractSupport):
+            constraint.coordinate_shape(block.shape)  # says what is wrong with the shape
+        elif not bool(jnp.allclose(block, block.T)):
+            raise ValueError(
+                f"`custom(blocks=...)` needs a symmetric matrix for {key!r}, but it differs from "
+                "its transpose."
             )
         if block.size == 0:
             raise ValueError(f"`custom(blocks=...)` needs numbers in {key!r}, but it is empty.")
@@ -266,13 +285,21 @@ def _check_measured(definition: Definition, found: Any) -> None:
         raise ValueError(
             f"`custom(blocks=...)` of {definition.name}: " + "; and ".join(reasons) + "."
         )
-    for block, scores, slopes in zip(names, score, moved, strict=True):
+    for block, metric, scores, slopes in zip(names, fisher, score, moved, strict=True):
         if _significant(scores) > 0:
             raise ValueError(
                 f"`custom(...)` of {definition.name}: the mean of dlog_prob/d{block} over draws is "
                 f"not zero ({_significant(scores):.2g} standard deviations), so sampler, log_prob "
                 "and log_partition do not describe one density. Check the normalisation of "
                 "log_prob, and the sampler."
+            )
+        products = scores[:, :, None] * scores[:, None, :] - _relative(metric)
+        if _significant(products) > 0:
+            raise ValueError(
+                f"`custom(sampler=...)` of {definition.name}: dlog_prob/d{block} varies over draws "
+                f"by another amount than the second derivative of log_partition says (off by "
+                f"{_significant(products):.2g} of it), so the draws are not from log_prob. Check "
+                "the sampler."
             )
         if _significant(slopes) > 0:
             raise ValueError(
@@ -287,6 +314,12 @@ def _check_measured(definition: Definition, found: Any) -> None:
             f"-log_prob over draws is {-values.mean():.4g}. Check the normalisation of log_prob, "
             "and the entropy."
         )
+
+
+def _relative(metric: np.ndarray) -> np.ndarray:
+    """A Fisher block in units of its own diagonal."""
+    scale = np.sqrt(np.abs(np.diagonal(metric)))
+    return metric / scale[:, None] / scale
 
 
 def _significant(samples: np.ndarray) -> float:

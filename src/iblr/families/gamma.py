@@ -78,6 +78,7 @@ class Gamma(AbstractPositive):
     def __init__(self, shape: PyTree, rate: PyTree, *, dtype: Any = None):
         (a, b), self.structure = arguments.positive("Gamma", {"shape": shape, "rate": rate}, dtype)
         self.blocks = (a, b / a)
+        arguments.check_fits("Gamma", "rate", self.blocks[1])
 
     @staticmethod
     def standard(dim: int | None = None, *, like: PyTree = None, dtype: Any = None) -> "Gamma":
@@ -129,8 +130,7 @@ class Gamma(AbstractPositive):
 
     def log_slopes(self, ratios: Rows) -> tuple[Rows, ...]:
         """The implicit derivative in the shape less one, and -1."""
-        slope = special.gamma_log_slope(self.blocks[0], ratios)
-        return slope - 1, -jnp.ones_like(ratios)
+        return special.gamma_ratio_slope(self.blocks[0], ratios), -jnp.ones_like(ratios)
 
     def log_densities(self, ratios: Rows) -> Rows:
         """log q(z) = -a (e^u - 1 - u) - log z + log(a / (2 pi))/2 - R(a)."""

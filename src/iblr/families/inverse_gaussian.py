@@ -30,6 +30,7 @@ nothing cancels. At a fixed quantile, with s = sqrt(phi/y) (1 + y), y = e^u, and
 (the paper's delta),
 
     dlog z / dlog alpha = 1 - k,   dlog z / dlog beta = -k,   k = 2 sqrt(phi y) m(s)
+    k = (2y / (1 + y)) s m(s)
     1 - k = -tanh(u/2) + (2y / (1 + y)) (1 - s m(s)),         as s m -> 1 cancels for large phi
 
 and dlog z / dlog lambda_1 is half of that in beta.
@@ -79,6 +80,7 @@ class InverseGaussian(AbstractPositive):
             "InverseGaussian", {"mean": mean, "shape": shape}, dtype
         )
         self.blocks = (m**-2, a)
+        arguments.check_fits("InverseGaussian", "mean", self.blocks[0])
 
     @staticmethod
     def standard(
@@ -132,9 +134,8 @@ class InverseGaussian(AbstractPositive):
         """-k/2 and 1 - k."""
         # s = 2 sqrt(phi) cosh(u/2), which only overflows where 1 - s m(s) is zero anyway.
         s = 2 * jnp.sqrt(self._phi) * jnp.cosh(0.5 * ratios)
-        rest = 2 * jax.nn.sigmoid(ratios) * special.mills_rest(s)
-        tanh = jnp.tanh(0.5 * ratios)
-        return -0.5 * (1 + tanh - rest), rest - tanh
+        y, ratio = jax.nn.sigmoid(ratios), special.scaled_mills(s)
+        return -y * ratio, 2 * y * special.mills_rest(s) - jnp.tanh(0.5 * ratios)
 
     def log_densities(self, ratios: Rows) -> Rows:
         """log q(z); cosh u - 1 = 2 sinh(u/2)^2."""

@@ -30,7 +30,8 @@ where s = grad log q at the draws (`stl`: the form b(z) = lbar + log q of append
 zero with the exact gradient of the entropy subtracted (`rep`).
 
 All of it is in log space: u = log(z / E z) is what is drawn, so that nothing underflows where z
-would; z itself is kept at or above the smallest normal number.
+would; z itself is kept at or above the smallest normal number over the rounding unit (1e-31 in
+float32), so that k/z does not overflow.
 """
 
 import abc
@@ -182,7 +183,7 @@ class AbstractPositive(AbstractFamily):
         """Independent draws, differentiable in the parameters by implicit reparameterisation."""
         ratios = jax.lax.stop_gradient(self.log_ratios(key, num))
         rows = jnp.exp(_log_draws(self, ratios))
-        return Draws(jnp.maximum(rows, jnp.finfo(self.dtype).tiny), ratios)
+        return Draws(jnp.maximum(rows, smallest_draw(self.dtype)), ratios)
 
     def sample_log(self, key: Key[Array, ""], num: int | None = None) -> Any:
         """Logarithms of what `sample` draws, also where z itself would underflow."""
@@ -196,15 +197,22 @@ class AbstractPositive(AbstractFamily):
 
     @property
     def _smallest_ratio(self) -> Float[Array, " d"]:
-        return jnp.log(jnp.finfo(self.dtype).tiny) - jnp.log(self.mean)
+        return jnp.log(smallest_draw(self.dtype)) - jnp.log(self.mean)
 
     def log_prob_rows(self, rows: Rows) -> Float[Array, " M"]:
         """log q, minus infinity outside the support."""
-        ratios = jnp.log(jnp.where(rows > 0, rows, 1.0)) - jnp.log(self.mean)
-        return jnp.where(rows > 0, self.log_densities(ratios), -jnp.inf).sum(-1)
+        inside = (rows > 0) & (rows < jnp.inf)
+        ratios = jnp.log(jnp.where(inside, rows, 1.0)) - jnp.log(self.mean)
+        outside = jnp.where(jnp.isnan(rows), jnp.nan, -jnp.inf)
+        return jnp.where(inside, self.log_densities(ratios), outside).sum(-1)
 
     def kl(self, other: Any) -> Float[Array, ""]:
         """KL(self || other) in nats, in closed form between all positive families."""
+        if not isinstance(other, AbstractPositive) or other.dim != self.dim:
+            raise ValueError(
+                f"`kl(other)` needs a positive family over as many numbers ({self.dim}), but got "
+                f"{getattr(other, 'name', repr(other))}."
+            )
         return -self.entropy() - other.expected_log_prob(self)
 
     def check_same_points(self, q: Any) -> None:
@@ -360,6 +368,11 @@ class AbstractPositive(AbstractFamily):
                 f"`parameterisation={parameterisation.name}` is a choice of the Gaussians; a "
                 f"{self.name} steps in the blocks of its own. Leave it out."
             )
+
+
+def smallest_draw(dtype: Any) -> float:
+    """What draws are held at or above."""
+    return float(jnp.finfo(dtype).tiny) / float(jnp.finfo(dtype).eps)
 
 
 @jax.custom_jvp

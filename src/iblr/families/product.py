@@ -235,19 +235,27 @@ class Product(AbstractFamily):
         parameterisation: Parameterisation,
         line_search: float | None,
     ) -> tuple["Product", StepInfo]:
-        """The original rule of every part."""
-        return self._joined(
-            {
-                name: part.original(
-                    tangent.parts[name],
-                    step_size,
-                    curvature_step_size,
-                    self._parameterisation(part, parameterisation),
-                    line_search,
-                )
-                for name, part in self.parts.items()
-            }
-        )
+        """The original rule of every part; a line search cuts the step of all parts alike."""
+
+        def moved(share: Any) -> tuple["Product", StepInfo]:
+            return self._joined(
+                {
+                    name: part.original(
+                        tangent.parts[name],
+                        share * step_size,
+                        share * curvature_step_size,
+                        self._parameterisation(part, parameterisation),
+                        line_search,
+                    )
+                    for name, part in self.parts.items()
+                }
+            )
+
+        if line_search is None:
+            return moved(1.0)
+        share = moved(1.0)[1].shrunk
+        family, info = moved(share)
+        return family, info._replace(shrunk=share, mean_shrunk=share)
 
     def geodesic(
         self,
