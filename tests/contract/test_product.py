@@ -251,7 +251,7 @@ def test_the_parameterisation_concerns_the_gaussian_parts_alone():
     assert (new["w"].factor != plain["w"].factor).any()
 
 
-def test_a_line_search_cuts_a_part_that_would_leave_and_says_so():
+def test_a_line_search_cuts_all_parts_alike_where_one_would_leave():
     q = make()
     tangent = iblr.Stl(pairs=4)(q, iblr.Target(target), KEY)
     left, info = iblr.natural_gradient_step(q, tangent, 50.0)
@@ -259,7 +259,13 @@ def test_a_line_search_cuts_a_part_that_would_leave_and_says_so():
     assert_same_bits(left, q)
     new, info = iblr.line_search_step(q, tangent, 50.0)
     assert not info.refused and info.shrunk < 1
-    assert_same_bits(new.parts, parts_stepped(q, tangent, iblr.line_search_step, 50.0))
+    own = {
+        name: iblr.line_search_step(part, tangent.parts[name], 50.0)[1].shrunk
+        for name, part in q.parts.items()
+    }
+    assert info.shrunk == min(own.values()) < max(own.values())
+    t = info.shrunk * 50.0
+    assert_same_bits(new.parts, parts_stepped(q, tangent, iblr.line_search_step, t))
     assert jnp.isfinite(new.log_prob(new.sample(KEY, 10))).all()
 
 
