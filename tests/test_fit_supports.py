@@ -431,3 +431,46 @@ def test_a_leaf_keeps_its_support():
     assert q.with_support(SUPPORT).structure == q.structure
     with pytest.raises(ValueError, match="already has positive"):
         q.with_support({"tau": iblr.interval(0, 1)})
+
+
+# Problems on which a start is far from its target, and points off the support.
+
+
+@pytest.mark.parametrize("count", [100, 1000])
+def test_a_rate_of_many_counts_is_found_without_options(count):
+    posterior = iblr.fit(
+        lambda z: count * (3.5 * jnp.log(z) - z),
+        iblr.Gaussian.standard(like=0.0),
+        key=jax.random.key(0),
+        support=iblr.positive,
+    )
+    assert abs(posterior.mean - 3.5) < 0.02
+    assert abs(posterior.standard_deviation - np.sqrt(3.5 / count)) < 0.01
+
+
+@pytest.mark.parametrize("x", [-1e3, 1e3])
+@pytest.mark.parametrize("support", [iblr.positive, iblr.simplex])
+def test_slopes_are_finite_where_the_map_is_at_its_end(support, x):
+    def log_density(x):
+        z = support.forward(x)
+        return 1e6 * (jnp.log(z) - z).sum() + support.log_jacobian(x).sum()
+
+    value, slope = jax.value_and_grad(log_density)(jnp.array([x, 0.5 * x]))
+    assert jnp.isfinite(value) and jnp.isfinite(slope).all()
+
+
+@pytest.mark.parametrize(
+    "support, outside",
+    [
+        (iblr.positive, [-1.0, 0.5, 0.5]),
+        (iblr.interval(0, 1), [0.5, 0.5, 2.0]),
+        (iblr.simplex, [0.2, 0.3, 0.9]),
+        (iblr.ordered, [2.0, 1.0, 3.0]),
+    ],
+)
+def test_the_density_off_the_support_is_zero_and_nan_stays_nan(support, outside):
+    q = iblr.DiagonalGaussian.standard(like=jnp.zeros(3), support=support)
+    inside = q.sample(jax.random.key(0))
+    points = jnp.stack([jnp.array(outside), inside, inside.at[0].set(jnp.nan)])
+    log_prob = q.log_prob(points)
+    assert log_prob[0] == -jnp.inf and jnp.isfinite(log_prob[1]) and jnp.isnan(log_prob[2])

@@ -984,3 +984,26 @@ def test_families_over_other_points_are_refused_by_kl():
         iblr.Gamma.standard(3).kl(iblr.Gamma.standard(2))
     with no_type_hook(), pytest.raises(ValueError, match="needs a positive family.*got Gaussian"):
         iblr.Gamma.standard(2).expected_log_prob(iblr.Gaussian.standard(2))
+
+
+def test_the_density_off_the_support_is_zero_and_nan_stays_nan():
+    for q in (iblr.Gamma(1.0, 1.0), iblr.InverseGaussian(1.0, 1.0), iblr.Exponential(1.0)):
+        log_prob = q.log_prob(jnp.array([-1.0, 0.0, jnp.inf, jnp.nan, 1.0]))
+        assert (log_prob[:3] == -jnp.inf).all()
+        assert jnp.isnan(log_prob[3]) and jnp.isfinite(log_prob[4])
+
+
+def test_parameters_that_make_blocks_out_of_range_are_refused():
+    with pytest.raises(ValueError, match=r"Gamma\(rate=.*does not fit into float32"):
+        iblr.Gamma(1e30, 1e-30)
+    with pytest.raises(ValueError, match=r"InverseGaussian\(mean=.*does not fit into float32"):
+        iblr.InverseGaussian(1e25, 1.0)
+
+
+def test_a_vague_prior_is_a_start():
+    prior, counts = iblr.Gamma(jnp.full(3, 0.01), 0.01), jnp.array([7.0, 0.0, 30.0])
+    target = iblr.Target(log_likelihood=lambda z: (counts * jnp.log(z) - 3 * z).sum(), prior=prior)
+    posterior = iblr.fit(target, prior, key=jax.random.key(0))
+    assert posterior.refused == 0 and posterior.limited > 0
+    truth = iblr.Gamma(counts + 0.01, 3.01)
+    assert abs(posterior.family.kl(truth)) < 1e-5
