@@ -20,7 +20,7 @@ so that x = 0 is the uniform point; DT is there that of the first K - 1 numbers,
 last, and is triangular: dz_i/dx_i = r_i s_i (1 - s_i) = z_i (1 - s_i).
 
 In floating point T would reach the boundary, where a log density is often infinite. It does not:
-exponentials stay a rounding unit's factor away from the smallest normal and from the largest number,
+exponentials stay a rounding unit's factor away from the smallest normal and the largest number,
 which leaves room for k/z and k z; intervals stay between the neighbours of their ends, and ordered
 numbers that round to the same are moved to successive floats. `log_jacobian` is the formula of the
 table, which pulls x back from there.

@@ -317,6 +317,7 @@ def test_draws_and_densities_are_those_of_the_definition():
 # Copies.
 
 
+@pytest.mark.slow
 def test_copies_are_independent_members():
     one, three = lognormal(0.4, 2.0), lognormal(0.4, 2.0, copies=(3,))
     z = three.sample(KEY, 10_000)
@@ -512,6 +513,7 @@ def test_a_family_survives_its_leaves():
     assert_same_bits(again.sample(KEY, 3), q.sample(KEY, 3))
 
 
+@pytest.mark.slow
 def test_with_an_entropy_rep_works():
     q = lognormal(0.3, 2.0, entropy=lognormal_entropy)
     target, keys = iblr.Target(one_lognormal), jax.random.split(KEY, 500)

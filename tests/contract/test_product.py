@@ -170,6 +170,7 @@ def test_moments_are_block_by_block():
     np.testing.assert_array_equal(real.moments()[1]["w"], deviation)
 
 
+@pytest.mark.slow
 def test_products_may_be_nested():
     q = make()
     inner = Product({"tau": q["tau"], "w": q["w"]})
@@ -441,6 +442,7 @@ OPTIONS = {
         for name, options in OPTIONS.items()
     ],
 )
+@pytest.mark.slow
 def test_every_way_to_fit_reaches_the_fixed_point(options):
     mean, precision, shape, rate = coordinate_ascent()
     posterior = iblr.fit(

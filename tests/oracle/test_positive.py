@@ -912,6 +912,7 @@ def test_numbers_may_come_in_a_pytree():
         assert jax.tree.map(jnp.shape, make.standard(like=tree).moments()[0]) == shapes
 
 
+@pytest.mark.slow
 def test_fits_run_in_batches_of_keys_and_of_starts():
     log_density = lambda z: (-1.5 * jnp.log(z) - z - 1 / z).sum()  # noqa: E731
     keys, options = jax.random.split(jax.random.key(0), 3), {"num_steps": 800}
