@@ -47,7 +47,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import argparse
 import math
-import platform
 import statistics
 import sys
 import time
@@ -60,10 +59,10 @@ import cytof
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 import optax
 from jax.scipy.linalg import solve_triangular
+from reporting import Report, versions, whole_number
 
 import iblr
 
@@ -543,40 +542,11 @@ def verdict(outcome: Outcome) -> tuple[bool, str]:
     )
 
 
-def versions() -> str:
-    modules = {"jax": jax, "jaxlib": jaxlib, "equinox": eqx, "optax": optax, "iblr": iblr}
-    names = ", ".join(f"{name} {module.__version__}" for name, module in modules.items())
-    device = jax.devices()[0]
-    return (
-        f"Python {platform.python_version()}, {names}\n"
-        f"{os.cpu_count()} CPUs ({platform.machine()}), computing on {device.device_kind}, "
-        f"LAPACK threads: {os.environ['OPENBLAS_NUM_THREADS']}"
-    )
-
-
-class Report:
-    """Prints, and keeps what was printed."""
-
-    def __init__(self):
-        self.lines: list[str] = []
-
-    def __call__(self, text: str = "") -> None:
-        print(text, flush=True)
-        self.lines.append(text)
-
-
 def show_progress(text: str, started: float) -> None:
     """On one line of a terminal; nothing where errors go to a file."""
     if sys.stderr.isatty():
         line = f"{time.perf_counter() - started:5.0f} s  {text}"
         print(f"\r{line:<100.100}", end="", file=sys.stderr, flush=True)
-
-
-def whole_number(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, but got {text}")
-    return value
 
 
 def positive(text: str) -> float:

@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
+from reporting import whole_number
 
 import iblr
 
@@ -218,13 +219,6 @@ def table_line(row: Measured, bytes_per_second: float) -> str:
         f"{row.d:>7} {row.name:<9} {factor:>9.3f} GB | {1e3 * row.seconds:>10.3f} {passes:>8.1f} |"
         f" {planned:>9} {peak:>10}"
     )
-
-
-def whole_number(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, but got {text}")
-    return value
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from reporting import whole_number
 from scipy import optimize, stats
 
 import iblr
@@ -85,7 +86,7 @@ def problems():
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=2000, help="steps of every fit")
+    parser.add_argument("--steps", type=whole_number, default=2000, help="steps of every fit")
     steps = parser.parse_args().steps
     print(f"KL(q || optimum) in nats after {steps} steps, the largest of three keys")
     print(f"{'':<26}" + "".join(f"{name:>12}" for name in SETTINGS))

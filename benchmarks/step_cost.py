@@ -38,7 +38,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import argparse
 import math
-import platform
 import statistics
 import sys
 import time
@@ -47,13 +46,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 import optax
 from jax.scipy.linalg import solve_triangular
+from reporting import Report, versions, whole_number
 
 import iblr
 
@@ -355,35 +353,6 @@ def table_line(dtype: str, name: str, d: int, row: Row) -> str:
         f" {us['gradients']:>9.2f} {us['noise']:>8.1f} |"
         f" {row.dense_over_ours:>10.2f} {row.ours_over_adam:>9.2f}"
     )
-
-
-def versions() -> str:
-    modules = {"jax": jax, "jaxlib": jaxlib, "equinox": eqx, "optax": optax, "iblr": iblr}
-    names = ", ".join(f"{name} {module.__version__}" for name, module in modules.items())
-    device = jax.devices()[0]
-    return (
-        f"Python {platform.python_version()}, {names}\n"
-        f"{os.cpu_count()} CPUs ({platform.machine()}), computing on {device.device_kind}, "
-        f"LAPACK threads: {os.environ['OPENBLAS_NUM_THREADS']}"
-    )
-
-
-class Report:
-    """Prints, and keeps what was printed."""
-
-    def __init__(self):
-        self.lines: list[str] = []
-
-    def __call__(self, text: str = "") -> None:
-        print(text, flush=True)
-        self.lines.append(text)
-
-
-def whole_number(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, but got {text}")
-    return value
 
 
 def main() -> int:

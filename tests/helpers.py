@@ -1,4 +1,4 @@
-"""What the contract tests share: the table of families, and NumPy's view of a member."""
+"""What the tests share: the table of families, NumPy's view of a member, a quick fit."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -130,6 +130,27 @@ def z_scores(samples, expected, rounding=0.0):
 def agrees(samples, expected, rounding=0.0):
     """Whether the mean over the first axis is what was expected, within Monte Carlo error."""
     return bool(np.all(z_scores(samples, expected, rounding) < LARGEST_Z))
+
+
+def quick_fit(target, start, **options):
+    """A fit of 40 small steps in two chunks."""
+    options = {
+        "key": jax.random.key(0),
+        "estimator": iblr.Stl(pairs=2),
+        "step_size": 0.05,
+        "num_steps": 40,
+        "chunk_size": 20,
+        "elbo_draws": 50,
+    } | options
+    return iblr.fit(target, start, **options)
+
+
+def assert_same_bits(a, b):
+    """Every leaf of two pytrees equal, keys too."""
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        np.testing.assert_array_equal(x, y)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """The benchmark scripts run, print what they promise and judge their bars; times are not tested."""
 
-import importlib.util
+import importlib
 import os
 import subprocess
 import sys
@@ -38,12 +38,10 @@ def table(text, title):
 
 @pytest.fixture(scope="module")
 def step_cost():
-    spec = importlib.util.spec_from_file_location("step_cost", BENCHMARKS / "step_cost.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("step_cost")
 
 
+@pytest.mark.slow
 def test_step_cost_prints_its_table(tmp_path):
     out = tmp_path / "table.txt"
     options = ["--dims", "10", "30", "--rounds", "1", "--estimators", "Rep(10)", "--out", str(out)]

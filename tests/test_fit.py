@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import LARGEST_Z, agrees, moments, no_type_hook, stacked
+from helpers import LARGEST_Z, agrees, assert_same_bits, moments, no_type_hook, stacked
 from scipy import stats
 
 import iblr
@@ -48,14 +48,6 @@ def fit(target=log_density, start=None, **options):
         "elbo_draws": 50,
     } | options
     return iblr.fit(target, start, **options)
-
-
-def assert_same_bits(a, b):
-    leaves = [jax.tree.leaves(tree) for tree in (a, b)]
-    for x, y in zip(*leaves, strict=True):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        np.testing.assert_array_equal(x, y)
 
 
 def kl_to_target(q):

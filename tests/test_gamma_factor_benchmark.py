@@ -21,12 +21,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def benchmark():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module("gamma_factor")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+def factor():
+    return importlib.import_module("gamma_factor")
 
 
 def fcs(table, markers, *, order="1,2,3,4", **changes):
@@ -45,15 +41,15 @@ def fcs(table, markers, *, order="1,2,3,4", **changes):
 
 
 @pytest.mark.parametrize("order", ["1,2,3,4", "4,3,2,1"])
-def test_the_reader_reads_fcs(benchmark, order):
+def test_the_reader_reads_fcs(factor, order):
     table = np.arange(12.0).reshape(4, 3) - 5.5
-    got, channels = benchmark.cytof.read_fcs(fcs(table, ["CD3", "", "BC1"], order=order))
+    got, channels = factor.cytof.read_fcs(fcs(table, ["CD3", "", "BC1"], order=order))
     np.testing.assert_array_equal(got, table)
     assert channels == [("channel 1", "CD3"), ("channel 2", ""), ("channel 3", "BC1")]
 
 
-def test_the_reader_refuses_what_it_does_not_read(benchmark):
-    read, table = benchmark.cytof.read_fcs, np.ones((2, 1))
+def test_the_reader_refuses_what_it_does_not_read(factor):
+    read, table = factor.cytof.read_fcs, np.ones((2, 1))
     for content, message in (
         (b"PK\x03\x04", "is not an FCS 3.x file"),
         (fcs(table, ["CD3"], **{"$DATATYPE": "I"}), "floating-point"),
@@ -63,50 +59,50 @@ def test_the_reader_refuses_what_it_does_not_read(benchmark):
             read(content, "it")
 
 
-def test_the_genuine_data_are_standardised_markers(benchmark, tmp_path, monkeypatch):
+def test_the_genuine_data_are_standardised_markers(factor, tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
-    tables = [rng.gamma(1.0, 50.0, (5, 4)).astype(np.float32) for _ in benchmark.cytof.NAMES]
+    tables = [rng.gamma(1.0, 50.0, (5, 4)).astype(np.float32) for _ in factor.cytof.NAMES]
     markers = ["CD3", "BC1", "", "DNA1"]
-    for name, table in zip(benchmark.cytof.NAMES, tables, strict=True):
+    for name, table in zip(factor.cytof.NAMES, tables, strict=True):
         (tmp_path / name).write_bytes(fcs(table, markers))
-    monkeypatch.setattr(benchmark.cytof, "NUM_CELLS", 30)
-    monkeypatch.setattr(benchmark.cytof, "NUM_CHANNELS", 2)
-    cells, names = benchmark.cytof.load(tmp_path)
+    monkeypatch.setattr(factor.cytof, "NUM_CELLS", 30)
+    monkeypatch.setattr(factor.cytof, "NUM_CHANNELS", 2)
+    cells, names = factor.cytof.load(tmp_path)
     assert names == ["CD3", "DNA1"]
     expected = np.arcsinh(np.concatenate(tables)[:, [0, 3]].astype(float) / 5)
     expected = (expected - expected.mean(0)) / expected.std(0)
     np.testing.assert_allclose(cells, expected, rtol=1e-12)
 
 
-def test_missing_data_say_how_to_get_them(benchmark, tmp_path):
+def test_missing_data_say_how_to_get_them(factor, tmp_path):
     for path in (tmp_path, tmp_path / "nothing.whl"):
         with pytest.raises(FileNotFoundError, match="pip download cytonormpy==1.0.2 --no-deps"):
-            benchmark.cytof.load(path)
+            factor.cytof.load(path)
 
 
-def test_log_likelihood_and_loss_are_those_of_a_gaussian(benchmark):
+def test_log_likelihood_and_loss_are_those_of_a_gaussian(factor):
     rng = np.random.default_rng(1)
     W, rows = rng.gamma(1.0, size=(5, 5)), rng.normal(size=(7, 5))
     covariance = W @ W.T + 0.1 * np.eye(5)
     expected = stats.multivariate_normal(np.zeros(5), covariance).logpdf(rows)
     with jax.enable_x64(True):
-        got = benchmark.of_rows(jnp.asarray(W), jnp.asarray(rows))
+        got = factor.of_rows(jnp.asarray(W), jnp.asarray(rows))
         root = jnp.asarray(np.linalg.cholesky(rows.T @ rows / 7))
-        full = benchmark.Full(root, jnp.asarray(7.0))(jnp.asarray(W))
+        full = factor.Full(root, jnp.asarray(7.0))(jnp.asarray(W))
     assert float(got) == pytest.approx(expected.sum())
     assert float(full) == pytest.approx(expected.sum())
-    loss = benchmark.log_loss(W @ W.T, rows.T @ rows / 7)
+    loss = factor.log_loss(W @ W.T, rows.T @ rows / 7)
     assert loss == pytest.approx(-expected.mean())
-    assert math.isnan(benchmark.log_loss(np.full((5, 5), np.nan), np.eye(5)))
+    assert math.isnan(factor.log_loss(np.full((5, 5), np.nan), np.eye(5)))
 
 
-def test_gradients_at_the_papers_size_are_exact_enough_in_float32(benchmark):
+def test_gradients_at_the_papers_size_are_exact_enough_in_float32(factor):
     rng = np.random.default_rng(2)
     W = rng.gamma(1.0, size=(39, 39))
     root = np.linalg.cholesky(np.eye(39) + 0.5)
 
     def gradients(dtype):
-        full = benchmark.Full(jnp.asarray(root, dtype), jnp.asarray(3e5, dtype))
+        full = factor.Full(jnp.asarray(root, dtype), jnp.asarray(3e5, dtype))
         return np.asarray(jax.grad(full)(jnp.asarray(W, dtype)), np.float64)
 
     single = gradients(jnp.float32)
@@ -115,35 +111,36 @@ def test_gradients_at_the_papers_size_are_exact_enough_in_float32(benchmark):
     assert np.linalg.norm(single - double) < 1e-3 * np.linalg.norm(double)
 
 
-def test_the_expected_outer_product_is_that_of_draws(benchmark):
+def test_the_expected_outer_product_is_that_of_draws(factor):
     rng = np.random.default_rng(3)
     shape, rate = rng.uniform(0.3, 3, (4, 4)), rng.uniform(0.5, 2, (4, 4))
     W = rng.gamma(shape, 1 / rate, (20_000, 4, 4))
     products = W @ W.transpose(0, 2, 1)
     error = products.std(0) / math.sqrt(len(W))
-    exact = benchmark.expected_outer(shape, rate)
+    exact = factor.expected_outer(shape, rate)
     assert (np.abs(products.mean(0) - exact) < 4.5 * error).all()
     without_variances = (shape / rate) @ (shape / rate).T
     assert (np.abs(products.mean(0) - without_variances) > 4.5 * error).any()
 
 
-def test_the_gradient_of_adam_is_that_of_the_elbo(benchmark):
+@pytest.mark.slow
+def test_the_gradient_of_adam_is_that_of_the_elbo(factor):
     """With a likelihood linear in W the ELBO is known: sum(C a / b) - KL."""
     rng = np.random.default_rng(4)
     C = jnp.asarray(rng.normal(size=(2, 3)), jnp.float32)
     prior = iblr.Gamma(jnp.ones((2, 3)), jnp.ones((2, 3)))
     target = iblr.Target(log_likelihood=lambda W: (C * W).sum(), prior=prior)
     shape, rate = (jnp.asarray(rng.uniform(0.5, 3, (2, 3)), jnp.float32) for _ in range(2))
-    parameters = benchmark.unconstrain(shape, rate)
-    for got, expected in zip(benchmark.constrain(parameters), (shape, rate), strict=True):
+    parameters = factor.unconstrain(shape, rate)
+    for got, expected in zip(factor.constrain(parameters), (shape, rate), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5)
 
     def exact(parameters):
-        a, b = benchmark.constrain(parameters)
+        a, b = factor.constrain(parameters)
         kl = (a - 1) * digamma(a) - gammaln(a) + jnp.log(b) + a * (1 - b) / b
         return (kl - C * a / b).sum()
 
-    function = jax.grad(partial(benchmark.neg_elbo, target=target, samples=20))
+    function = jax.grad(partial(factor.neg_elbo, target=target, samples=20))
     keys = jax.random.split(jax.random.key(0), 200)
     gradients = jax.jit(jax.vmap(lambda key: function(parameters, key=key)))(keys)
     for noisy, expected in zip(gradients, jax.grad(exact)(parameters), strict=True):
@@ -151,8 +148,8 @@ def test_the_gradient_of_adam_is_that_of_the_elbo(benchmark):
         assert (jnp.abs(noisy.mean(0) - expected) < 4 * error).all()
 
 
-def test_the_synthetic_data_are_of_the_model(benchmark):
-    data = benchmark.synthetic(seed=0, num_train=20_000, num_test=10_000)
+def test_the_synthetic_data_are_of_the_model(factor):
+    data = factor.synthetic(seed=0, num_train=20_000, num_test=10_000)
     covariance = data.known_W @ data.known_W.T + 0.1 * np.eye(39)
     np.testing.assert_allclose(np.diag(covariance), 1)
     assert data.rows.shape == (20_000, 39) and data.rows.dtype == np.float32
@@ -162,30 +159,31 @@ def test_the_synthetic_data_are_of_the_model(benchmark):
         assert np.abs(moment - covariance).max() < 6 * math.sqrt(2 / count)
 
 
-def made_up(benchmark, losses):
+def made_up(factor, losses):
     """An outcome whose methods have these held-out losses after 100 iterations."""
 
     class Run:
         def __init__(self, loss):
-            self.records = [benchmark.Record(100, 1.0, loss)]
+            self.records = [factor.Record(100, 1.0, loss)]
 
         def at_iteration(self, iteration):
             return self.records[0] if iteration == 100 else None
 
-    problem = benchmark.Problem("made up", None, None, None)
-    return benchmark.Outcome(problem, {name: Run(x) for name, x in losses.items()}, {}, {})
+    problem = factor.Problem("made up", None, None, None)
+    return factor.Outcome(problem, {name: Run(x) for name, x in losses.items()}, {}, {})
 
 
 @pytest.mark.parametrize(
     ("losses", "passed"),
     [((50.0, 51.0, 52.0), True), ((51.5, 51.0, 52.0), False), ((math.nan, 51.0, 52.0), False)],
 )
-def test_the_verdict_is_that_iblr_is_first(benchmark, losses, passed):
-    outcome = made_up(benchmark, dict(zip(("iBLR", "BLR", "BBVI"), losses, strict=True)))
-    ok, line = benchmark.verdict(outcome)
+def test_the_verdict_is_that_iblr_is_first(factor, losses, passed):
+    outcome = made_up(factor, dict(zip(("iBLR", "BLR", "BBVI"), losses, strict=True)))
+    ok, line = factor.verdict(outcome)
     assert ok == passed and line.endswith("PASS" if passed else "FAIL")
 
 
+@pytest.mark.slow
 def test_a_quick_run_prints_its_tables(tmp_path):
     out = tmp_path / "out.txt"
     options = ["--quick", "--problems", "synthetic full", "genuine batch", "--out", str(out)]

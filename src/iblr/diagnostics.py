@@ -10,6 +10,8 @@ from jaxtyping import Array, Float, Key
 from iblr.families.base import AbstractFamily
 from iblr.target import Target, as_target
 
+LARGEST_BATCH = 32
+
 
 class Elbo(NamedTuple):
     """An estimate of the evidence lower bound (higher is better) and its standard error."""
@@ -47,7 +49,9 @@ def elbo(
         return target.sampled(family.structure, target.batch(key))(row)
 
     keys = jax.random.split(batch_key, draws)
-    sampled = jax.lax.map(evaluate, (rows, keys), batch_size=min(draws, 32))
+    # A batch that divides the draws, as a remainder would be compiled a second time.
+    size = max(size for size in range(1, LARGEST_BATCH + 1) if draws % size == 0)
+    sampled = jax.lax.map(evaluate, (rows, keys), batch_size=size if size > 7 else LARGEST_BATCH)
     known, expectation = -log_q, family.entropy()
     if target.exact_prior is not None:
         prior, weight = target.exact_prior, (1 / target.temperature).astype(rows.dtype)

@@ -21,7 +21,6 @@ from iblr.diagnostics import elbo
 from iblr.estimators import AbstractEstimator, Stl
 from iblr.families.abstract_gaussian import AbstractGaussian
 from iblr.families.base import AbstractFamily
-from iblr.families.product import Product
 from iblr.history import History, Progress, ProgressLine, Report
 from iblr.loop import Schedule, State, init, step
 from iblr.posterior import Posterior
@@ -160,7 +159,7 @@ def fit(
     target = as_target(target, "fit")
     batched = _check_key(family, key)
     if support is not None:
-        family = _with_support(family, support)
+        family = family.with_support(support)
     is_plain = isinstance(family, AbstractGaussian) and family.structure.is_real
     if step_size is None:
         step_size = default_step_size if is_plain else bold_step_size
@@ -233,15 +232,6 @@ def _start(family: AbstractFamily, key: Key[Array, "*runs"], batched: bool) -> S
 
 def _is_batch(family: AbstractFamily) -> bool:
     return len(family.batch_shape) > 0
-
-
-def _with_support(family: AbstractFamily, support: Any) -> AbstractFamily:
-    if not isinstance(family, AbstractGaussian | Product):
-        raise ValueError(
-            f"`fit(support=...)` maps a Gaussian onto constrained leaves, but a {family.name} has "
-            "a support of its own. Leave `support=` out."
-        )
-    return family.with_support(support)
 
 
 def _preflight(target: Target, family: AbstractFamily, key: Key[Array, "*runs"], batched: bool):

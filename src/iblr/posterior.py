@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
-from iblr.families.base import AbstractFamily
+from iblr.families.base import AbstractFamily, marginals
 from iblr.status import Status, describe
 
 
@@ -194,7 +194,7 @@ class Posterior(eqx.Module):
             ]
             return "\n".join([f"{len(self)} runs of {_words(self)}", *runs])
         structure = self.family.structure
-        trees = (*self.family.moments(), *self.family.intervals(0.9))
+        trees = marginals(self.family, 0.9)
         columns = [np.asarray(structure.ravel_point(tree, "summary")) for tree in trees]
         labels = structure.labels()
         width = max(len(label) for label in ["parameter", *labels[:rows]])

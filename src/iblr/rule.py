@@ -36,8 +36,10 @@ def improved_step(
             `covariance` gives {mu, Sigma} and {mu, v} (appendices E.4 and A; with half the
             curvature step, the update that Tran et al. 2019 printed), `standard_deviation`
             gives {mu, sigma}.
-        trust_region: bound gains of precision at x = -3 one by one, losses at 1/2 by one common
-            factor, and the whitened step of the mean at sqrt(d).
+        trust_region: bound the change of one step. In a Gaussian gains of precision at x = -3 one
+            by one, losses at 1/2 by one common factor, and the whitened step of the mean at
+            sqrt(d); in a positive family the relative steps of its blocks in the same way; in a
+            custom one the Fisher length of every block's step at the root of its size.
 
     Returns:
         The new family, and a `StepInfo`. When the input is not finite the family comes back

@@ -203,14 +203,12 @@ def expm1_rest(x: Values) -> Values:
     return jnp.where(jnp.abs(x) < 1, 0.5 * x**2 * total, jnp.exp(x) - 1 - x)
 
 
-def gamma_log_slope(a: Values, u: Values) -> Values:
-    """dlog z / dlog a at a fixed quantile of z ~ Ga(a, 1), with u = log(z/a); `a` broadcasts."""
-    return 1 + gamma_ratio_slope(a, u)
-
-
 @jax.jit
 def gamma_ratio_slope(a: Values, u: Values) -> Values:
-    """du / dlog a at a fixed quantile: that of log z less one, which is small for large a."""
+    """du / dlog a at a fixed quantile of z ~ Ga(a, 1), u = log(z/a); `a` broadcasts.
+
+    That is dlog z / dlog a less one, and small for large a.
+    """
     is_single = jnp.finfo(a.dtype).eps > 1e-10
     digits, nodes = (18.0, 20) if is_single else (38.0, 40)
     log_z = jnp.log(a) + u

@@ -309,11 +309,15 @@ def interval(low: ArrayLike, high: ArrayLike) -> Interval:
     return Interval(*ends)
 
 
-def _exp_range(dtype: Any) -> tuple[float, float]:
-    """Where `exp` is a normal number, with room for products and quotients with ordinary ones."""
+def safe_range(dtype: Any) -> tuple[float, float]:
+    """The positive numbers whose products and quotients with ordinary ones are normal."""
     info = jnp.finfo(dtype)
-    room = math.log(float(info.eps))
-    return math.log(float(info.tiny)) - room, math.log(float(info.max)) + room
+    return float(info.tiny) / float(info.eps), float(info.max) * float(info.eps)
+
+
+def _exp_range(dtype: Any) -> tuple[float, float]:
+    low, high = safe_range(dtype)
+    return math.log(low), math.log(high)
 
 
 def _exp(x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import LARGEST_Z, agrees, no_type_hook
+from helpers import LARGEST_Z, agrees, assert_same_bits, no_type_hook, quick_fit
 from jax.scipy.special import gammaln
 from jax.scipy.stats import norm
 from scipy import special, stats
@@ -171,25 +171,6 @@ INVERSE_GAMMA = {
 
 def inverse_gamma(a, ratio):
     return iblr.custom(blocks={"a": a, "ratio": ratio}, **INVERSE_GAMMA)
-
-
-def small(target, start, **options):
-    options = {
-        "key": KEY,
-        "estimator": iblr.Stl(pairs=2),
-        "step_size": 0.05,
-        "num_steps": 40,
-        "chunk_size": 20,
-        "elbo_draws": 50,
-    } | options
-    return iblr.fit(target, start, **options)
-
-
-def assert_same_bits(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        np.testing.assert_array_equal(x, y)
 
 
 # Accepted, wherever they start.
@@ -445,11 +426,11 @@ def test_a_direction_that_is_not_finite_is_refused_without_halving():
 
 
 def test_halvings_are_counted_over_a_fit_and_said():
-    posterior = small(lambda z: -4.0 * z, exponential(1.0, **BOUNDED), step_size=1.0)
+    posterior = quick_fit(lambda z: -4.0 * z, exponential(1.0, **BOUNDED), step_size=1.0)
     assert posterior.halvings > 0
     assert f"{posterior.halvings} halvings" in str(posterior)
     assert 1.5 < float(posterior.family.blocks["rate"]) < 2
-    calm = small(lambda z: -1.5 * z, exponential(1.0, **BOUNDED))
+    calm = quick_fit(lambda z: -1.5 * z, exponential(1.0, **BOUNDED))
     assert calm.halvings == 0 and "halvings" not in str(calm)
 
 
@@ -469,9 +450,9 @@ def one_lognormal(z):
 
 
 def test_an_interrupted_fit_goes_on_with_the_same_bits():
-    whole = small(one_lognormal, lognormal(), momentum=0.5)
-    half = small(one_lognormal, lognormal(), momentum=0.5, num_steps=20)
-    resumed = small(one_lognormal, lognormal(), momentum=0.5, state=half.state)
+    whole = quick_fit(one_lognormal, lognormal(), momentum=0.5)
+    half = quick_fit(one_lognormal, lognormal(), momentum=0.5, num_steps=20)
+    resumed = quick_fit(one_lognormal, lognormal(), momentum=0.5, state=half.state)
     assert_same_bits(resumed.state, whole.state)
     assert half.state.step == 20 and resumed.state.step == 40
 
@@ -479,8 +460,8 @@ def test_an_interrupted_fit_goes_on_with_the_same_bits():
 @pytest.mark.slow
 def test_a_batch_of_keys_is_a_loop_over_keys():
     keys = jax.random.split(KEY, 3)
-    batch = small(one_lognormal, lognormal(), key=keys)
-    alone = small(one_lognormal, lognormal(), key=keys[2])
+    batch = quick_fit(one_lognormal, lognormal(), key=keys)
+    alone = quick_fit(one_lognormal, lognormal(), key=keys[2])
     assert len(batch) == 3 and batch.mean.shape == (3,) and batch.halvings.shape == (3,)
     for name, block in batch[2].family.blocks.items():
         np.testing.assert_allclose(block, alone.family.blocks[name], rtol=1e-5, atol=1e-6)
@@ -532,7 +513,7 @@ def test_with_an_entropy_rep_works():
 
 def test_without_an_entropy_rep_says_what_it_needs():
     with pytest.raises(ValueError, match=r"`Rep` needs the entropy of My lognormal"):
-        small(one_lognormal, lognormal(), estimator=iblr.Rep(samples=2))
+        quick_fit(one_lognormal, lognormal(), estimator=iblr.Rep(samples=2))
 
 
 def test_what_has_no_closed_form_says_so():
@@ -554,7 +535,7 @@ def test_a_prior_that_is_a_custom_family_goes_in_as_a_function():
     likelihood = lambda z: -0.5 * jnp.log(z) ** 2  # noqa: E731
     exact = iblr.Target(log_likelihood=likelihood, prior=prior)
     with pytest.raises(ValueError, match="prior"):
-        small(exact, lognormal(entropy=lognormal_entropy), estimator=iblr.Rep())
+        quick_fit(exact, lognormal(entropy=lognormal_entropy), estimator=iblr.Rep())
     posterior = iblr.fit(
         iblr.Target(log_likelihood=likelihood, prior=prior.log_prob), lognormal(), key=KEY
     )

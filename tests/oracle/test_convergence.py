@@ -41,7 +41,10 @@ def test_stl_converges_to_rounding_on_a_gaussian_with_and_without_the_trust_regi
     assert abs(posterior.family.kl(optimum)) < 1e-8
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+LATER = [pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2)]
+
+
+@pytest.mark.parametrize("seed", [0, *LATER])
 def test_secant_then_stl_solves_condition_ten_to_the_four_in_six_thousand_gradients(seed, x64):
     log_density, optimum = ill_conditioned(100, 1e4, seed)
     options = {"trust_region": True, "chunk_size": 105, "elbo_draws": 3}
@@ -98,7 +101,9 @@ def test_the_quadrature_is_right_at_the_known_optimum(x64):
     assert neg_elbo(q) == pytest.approx(MURPHY_OPTIMUM, abs=1e-9)
 
 
-@pytest.mark.parametrize(("num_steps", "gap"), [(10_000, 0.02), (50_000, 0.005)])
+@pytest.mark.parametrize(
+    ("num_steps", "gap"), [(10_000, 0.02), pytest.param(50_000, 0.005, marks=pytest.mark.slow)]
+)
 def test_stl_reaches_the_optimum_of_the_logistic_toy(num_steps, gap, x64):
     target, neg_elbo = murphy()
     posterior = iblr.fit(

@@ -20,8 +20,9 @@ class StepInfo(NamedTuple):
         status: `Status.ok`, or why the family was kept as it was.
         limited: directions whose change was cut to what the precision can hold, or draws that
             underflowed and were held at the smallest number.
-        shrunk: the factor by which the trust region scaled the losses of precision (1: not at all).
-        mean_shrunk: the factor by which the trust region scaled the step of the mean.
+        shrunk: the factor by which a trust region scaled the losses of precision or the decreases
+            of positive parameters, or by which a line search cut the step (1: not at all).
+        mean_shrunk: the factor by which the step of the mean was scaled.
         halvings: how often a step was halved because no theorem keeps it inside the set.
     """
 
@@ -99,6 +100,13 @@ class AbstractFamily(eqx.Module):
     def precision(self) -> Float[Array, "d d"]:
         """The inverse of the covariance."""
 
+    def with_support(self, support: Any) -> "AbstractFamily":
+        """The family with leaves mapped onto supports, if its coordinates are real."""
+        raise ValueError(
+            f"`support=` maps a Gaussian onto constrained leaves, but a {self.name} has a support "
+            "of its own. Leave it out."
+        )
+
     # Draws and densities.
 
     @abc.abstractmethod
@@ -131,8 +139,7 @@ class AbstractFamily(eqx.Module):
         """Log density at one point, or at points stacked along leading axes."""
         rows = self.structure.ravel(z, "log_prob(z)").astype(self.dtype)
         flat = rows.reshape(-1, self.dim)
-        value = self.log_prob_rows(flat) - self.structure.log_jacobian(flat)
-        value = value.reshape(rows.shape[:-1])
+        value = _log_prob_of_points(self, flat).reshape(rows.shape[:-1])
         if self.structure.is_real:
             return value
         inside, unknown = self.structure.contains(z)
@@ -224,3 +231,17 @@ class AbstractFamily(eqx.Module):
     @abc.abstractmethod
     def refreshed(self) -> tuple["AbstractFamily", Float[Array, ""]]:
         """The family with derived quantities recomputed, and how far they had drifted."""
+
+
+# Compiled as a whole, since hundreds of operations would be compiled one by one.
+
+
+@eqx.filter_jit
+def _log_prob_of_points(family: AbstractFamily, rows: Float[Array, "M d"]) -> Float[Array, " M"]:
+    return family.log_prob_rows(rows) - family.structure.log_jacobian(rows)
+
+
+@eqx.filter_jit
+def marginals(family: AbstractFamily, probability: float) -> tuple[PyTree, ...]:
+    """Mean, standard deviation and the ends of the central interval of every scalar."""
+    return *family.moments(), *family.intervals(probability)

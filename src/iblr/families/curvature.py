@@ -43,6 +43,14 @@ class Parameterisation(enum.Enum):
     covariance = -1.0
     standard_deviation = -0.5
 
+    def check_only(self, family: str) -> None:
+        """Raise where a family that is no Gaussian is asked to step in another block."""
+        if self is not Parameterisation.precision:
+            raise ValueError(
+                f"`parameterisation={self.name}` is a choice of the Gaussians; {family} steps in "
+                "the blocks of its own. Leave it out."
+            )
+
 
 class Rule(NamedTuple):
     """A rule as the scalar function m, and how it is to be applied.

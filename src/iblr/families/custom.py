@@ -210,7 +210,9 @@ class Custom(AbstractFamily):
             "`prior=prior.log_prob` to `Target`, or use `iblr.Stl(pairs=...)`."
         )
 
-    def with_gradient(self, tangent: CustomTangent, gradient: Float[Array, " p"]) -> CustomTangent:
+    def with_gradient(
+        self, tangent: CustomTangent | None, gradient: Float[Array, " p"]
+    ) -> CustomTangent:
         """The tangent of another gradient in units of the Fisher matrix: ghat = L^-T gradient."""
         sizes = [v.size for v in self.vectors]
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
@@ -221,8 +223,7 @@ class Custom(AbstractFamily):
     def _tangent(self, gradients: tuple[Float[Array, "copies _"], ...]) -> CustomTangent:
         """The natural gradient F^-1 g = L^-T L^-1 g of every block."""
         rows = self._solved(gradients, trans=0)
-        flat = jnp.concatenate([row.reshape(-1) for row in rows])
-        return CustomTangent(flat, self._solved(rows, trans=1))
+        return self.with_gradient(None, jnp.concatenate([row.reshape(-1) for row in rows]))
 
     def _solved(
         self, rows: tuple[Float[Array, "copies _"], ...], trans: int
@@ -295,11 +296,7 @@ class Custom(AbstractFamily):
         trust_region: bool,
         halve: bool,
     ) -> tuple["Custom", StepInfo]:
-        if parameterisation is not Parameterisation.precision:
-            raise ValueError(
-                f"`parameterisation={parameterisation.name}` is a choice of the Gaussians; "
-                f"{self.name} steps in the blocks it was defined with. Leave it out."
-            )
+        parameterisation.check_only(self.name)
         definition, A = self.definition, self.definition.log_partition_of
 
         def one_copy(vectors: Vectors, directions: Vectors):

@@ -30,10 +30,11 @@ where E z = a/b and E log z = psi(a) - log b = D(a) - log lambda_2. Those two mo
 expected log density of a Gamma under any positive family, the KL to the conjugate prior Ga(a0, b0)
 among them. A draw is z = (a/b) exp(u) with u from `special.gamma_log_ratio`; at a fixed quantile
 
-    dlog z / dlog b = -1,   dlog z / dlog a = the implicit derivative of `special.gamma_log_slope`,
+    dlog z / dlog b = -1,   dlog z / dlog a = 1 + `special.gamma_ratio_slope`,
 
-hence dlog z / dlog lambda_1 = that minus one, at b = lambda_1 lambda_2, and dlog z / dlog lambda_2
-is -1. The length int sqrt(T) of the first block has no closed form: there is no `geodesic_step`.
+hence dlog z / dlog lambda_1 is the latter minus one, at b = lambda_1 lambda_2, and
+dlog z / dlog lambda_2 is -1. The length int sqrt(T) of the first block has no closed form: there
+is no `geodesic_step`.
 """
 
 from typing import Any, ClassVar

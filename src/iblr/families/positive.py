@@ -35,6 +35,7 @@ float32), so that k/z does not overflow.
 """
 
 import abc
+import math
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -45,6 +46,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from iblr.families.base import AbstractFamily, Draws, StepInfo
 from iblr.families.curvature import LARGEST_GAIN, LARGEST_LOSS, Parameterisation
 from iblr.status import Status
+from iblr.support import safe_range
 
 Blocks = tuple[Float[Array, " d"], ...]
 Rows = Float[Array, "M d"]
@@ -183,7 +185,7 @@ class AbstractPositive(AbstractFamily):
         """Independent draws, differentiable in the parameters by implicit reparameterisation."""
         ratios = jax.lax.stop_gradient(self.log_ratios(key, num))
         rows = jnp.exp(_log_draws(self, ratios))
-        return Draws(jnp.maximum(rows, smallest_draw(self.dtype)), ratios)
+        return Draws(jnp.maximum(rows, safe_range(self.dtype)[0]), ratios)
 
     def sample_log(self, key: Key[Array, ""], num: int | None = None) -> Any:
         """Logarithms of what `sample` draws, also where z itself would underflow."""
@@ -197,7 +199,7 @@ class AbstractPositive(AbstractFamily):
 
     @property
     def _smallest_ratio(self) -> Float[Array, " d"]:
-        return jnp.log(smallest_draw(self.dtype)) - jnp.log(self.mean)
+        return math.log(safe_range(self.dtype)[0]) - jnp.log(self.mean)
 
     def log_prob_rows(self, rows: Rows) -> Float[Array, " M"]:
         """log q, minus infinity outside the support."""
@@ -271,7 +273,7 @@ class AbstractPositive(AbstractFamily):
         trust_region: bool,
     ) -> tuple["AbstractPositive", StepInfo]:
         """lambda <- lambda (1 - x + c x^2 / 2), [LSK20] eq. our_iblr."""
-        self._check_parameterisation(parameterisation)
+        parameterisation.check_only(self.name)
         steps = self._relative_steps(tangent, step_size, curvature_step_size)
         shrunk = jnp.ones((), self.dtype)
         if trust_region:
@@ -293,7 +295,7 @@ class AbstractPositive(AbstractFamily):
         line_search: float | None,
     ) -> tuple["AbstractPositive", StepInfo]:
         """eta <- eta - t eta_hat in the natural parameters, [LSK20] eq. blr."""
-        self._check_parameterisation(parameterisation)
+        parameterisation.check_only(self.name)
         steps = self._relative_steps(tangent, step_size, curvature_step_size)
         along = tuple(b * x for b, x in zip(self.blocks, steps, strict=True))
         natural, decrease = jax.jvp(self.to_natural, (self.blocks,), (along,))
@@ -361,18 +363,6 @@ class AbstractPositive(AbstractFamily):
         none = jnp.zeros((), jnp.int32)
         underflows = none if tangent.underflows is None else tangent.underflows
         return self.with_blocks(kept), StepInfo(status, underflows, shrunk, shrunk, none)
-
-    def _check_parameterisation(self, parameterisation: Parameterisation) -> None:
-        if parameterisation is not Parameterisation.precision:
-            raise ValueError(
-                f"`parameterisation={parameterisation.name}` is a choice of the Gaussians; a "
-                f"{self.name} steps in the blocks of its own. Leave it out."
-            )
-
-
-def smallest_draw(dtype: Any) -> float:
-    """What draws are held at or above."""
-    return float(jnp.finfo(dtype).tiny) / float(jnp.finfo(dtype).eps)
 
 
 @jax.custom_jvp

@@ -96,8 +96,11 @@ class Product(AbstractFamily):
         ends = [sum(dims[: i + 1]) for i in range(len(dims) - 1)]
         return dict(zip(self.parts, jnp.split(rows, ends, axis=-1), strict=True))
 
+    def _each(self, term: Callable[[str, Any], Any]) -> dict[str, Any]:
+        return {name: term(name, part) for name, part in self.parts.items()}
+
     def _sum(self, term: Callable[[str, Any], Any]) -> Float[Array, "..."]:
-        return jnp.stack([term(name, part) for name, part in self.parts.items()]).sum(0)
+        return jnp.stack(list(self._each(term).values())).sum(0)
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -172,14 +175,14 @@ class Product(AbstractFamily):
         """Every part from its own columns of the slopes."""
         split = self._split(slopes)
         return ProductTangent(
-            {name: part.rep(draws.noise[name], split[name]) for name, part in self.parts.items()}
+            self._each(lambda name, part: part.rep(draws.noise[name], split[name]))
         )
 
     def stl(self, draws: Draws, slopes: Float[Array, "M d"]) -> ProductTangent:
         """Every part from its own columns of the slopes."""
         split = self._split(slopes)
         return ProductTangent(
-            {name: part.stl(draws.noise[name], split[name]) for name, part in self.parts.items()}
+            self._each(lambda name, part: part.stl(draws.noise[name], split[name]))
         )
 
     def add_prior(
@@ -188,10 +191,9 @@ class Product(AbstractFamily):
         """The exact term of a prior that is a product over the same parts."""
         self._check_same_parts("Target(prior=...)", prior)
         return ProductTangent(
-            {
-                name: part.add_prior(tangent.parts[name], prior.parts[name], weight)
-                for name, part in self.parts.items()
-            }
+            self._each(
+                lambda name, part: part.add_prior(tangent.parts[name], prior.parts[name], weight)
+            )
         )
 
     def with_gradient(
@@ -215,16 +217,13 @@ class Product(AbstractFamily):
     ) -> tuple["Product", StepInfo]:
         """The improved rule of every part."""
         return self._joined(
-            {
-                name: part.improved(
-                    tangent.parts[name],
-                    step_size,
-                    curvature_step_size,
-                    self._parameterisation(part, parameterisation),
-                    trust_region,
-                )
-                for name, part in self.parts.items()
-            }
+            lambda name, part: part.improved(
+                tangent.parts[name],
+                step_size,
+                curvature_step_size,
+                self._parameterisation(part, parameterisation),
+                trust_region,
+            )
         )
 
     def original(
@@ -239,16 +238,13 @@ class Product(AbstractFamily):
 
         def moved(share: Any) -> tuple["Product", StepInfo]:
             return self._joined(
-                {
-                    name: part.original(
-                        tangent.parts[name],
-                        share * step_size,
-                        share * curvature_step_size,
-                        self._parameterisation(part, parameterisation),
-                        line_search,
-                    )
-                    for name, part in self.parts.items()
-                }
+                lambda name, part: part.original(
+                    tangent.parts[name],
+                    share * step_size,
+                    share * curvature_step_size,
+                    self._parameterisation(part, parameterisation),
+                    line_search,
+                )
             )
 
         if line_search is None:
@@ -265,20 +261,20 @@ class Product(AbstractFamily):
     ) -> tuple["Product", StepInfo]:
         """The geodesic of every part, where all have one."""
         return self._joined(
-            {
-                name: part.geodesic(tangent.parts[name], step_size, curvature_step_size)
-                for name, part in self.parts.items()
-            }
+            lambda name, part: part.geodesic(tangent.parts[name], step_size, curvature_step_size)
         )
 
     def refreshed(self) -> tuple["Product", Float[Array, ""]]:
         """Every part refreshed, and the largest drift."""
-        fresh = {name: part.refreshed() for name, part in self.parts.items()}
+        fresh = self._each(lambda name, part: part.refreshed())
         drift = jnp.stack([drift for _, drift in fresh.values()]).max()
         return self._with_parts({name: part for name, (part, _) in fresh.items()}), drift
 
-    def _joined(self, moved: dict[str, tuple[Any, StepInfo]]) -> tuple["Product", StepInfo]:
+    def _joined(
+        self, step: Callable[[str, Any], tuple[Any, StepInfo]]
+    ) -> tuple["Product", StepInfo]:
         """The product of the parts after a step; none of them moves where one refused to."""
+        moved = self._each(step)
         infos = [info for _, info in moved.values()]
         refused = jnp.stack([info.refused for info in infos]).any()
         after = self._with_parts({name: part for name, (part, _) in moved.items()})
@@ -322,11 +318,8 @@ def _supported(parts: dict[str, AbstractFamily], support: Any) -> dict[str, Abst
         )
     supported = dict(parts)
     for name, where in support.items():
-        part = parts[name]
-        if not isinstance(part, AbstractGaussian | Product):
-            raise ValueError(
-                f"`Product(support=...)` maps real-valued parts onto a support, but {name!r} is a "
-                f"{part.name}, which has its own. Leave it out of `support`."
-            )
-        supported[name] = part.with_support(where)
+        try:
+            supported[name] = parts[name].with_support(where)
+        except ValueError as error:
+            raise ValueError(f"`Product(support=...)`, part {name!r}: {error}") from error
     return supported
