@@ -70,6 +70,7 @@ def problems():
         "Gamma, mean 10^4 away": iblr.Gamma(200.0, 0.02),
         "Gamma, shape 0.05": iblr.Gamma(0.05, 50.0),
         "Gamma, shape 10^4": iblr.Gamma(1e4, 1e4),
+        "Gamma, a count of 10^5": iblr.Gamma(1e5, 1.0),
         "inverse Gaussian": iblr.InverseGaussian(jnp.array([2.0, 0.5]), jnp.array([3.0, 10.0])),
         "inverse Gaussian, mean 20": iblr.InverseGaussian(20.0, 3.0),
         "Exponential": iblr.Exponential(jnp.array([4.0, 0.2])),

@@ -14,7 +14,13 @@ import iblr
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODULES = ["iblr", *(m.name for m in pkgutil.walk_packages(iblr.__path__, prefix="iblr."))]
-LONG = {"constrained", "custom-families", "gotchas"}  # pages that compile for half a minute
+LONG = {
+    "CONTRIBUTING",
+    "constrained",
+    "counter-example",
+    "custom-families",
+    "gotchas",
+}  # to compile
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
 
 

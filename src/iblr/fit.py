@@ -130,7 +130,7 @@ def fit(
             min(1/10, 2 / (10 + k)) for a Gaussian over real parameters and min(1/2, 5 / (10 + k))
             for other families.
         num_steps: steps to take.
-        momentum: r of the natural momentum, in [0, 1).
+        momentum: r of the natural momentum of a Gaussian's mean, in [0, 1).
         trust_region: bound the change of one step, see `improved_step`. For a Gaussian worth it far
             from the target or with `Secant`; with a decaying step size it can delay the approach.
             None is off for a Gaussian over real parameters, on for other families with the improved
@@ -167,6 +167,11 @@ def fit(
         trust_region = rule is improved_step and not is_plain
     _check_options(step_size, num_steps, momentum, chunk_size, elbo_draws)
     _check_method(estimator, rule, trust_region)
+    if momentum and family.gradient_size == 0:
+        raise ValueError(
+            f"`fit(momentum=...)` averages gradients of the means of Gaussians, but got a "
+            f"{family.name}. Leave it out, or give the estimator more draws."
+        )
     now: State = _start(family, key, batched)
     if state is not None:
         now = _check_state(state, now)

@@ -90,7 +90,8 @@ def line_search_step(
 
     A search for feasibility only, as the paper's baselines have it: no entry goes further than
     `share` of its way to the boundary, and where one would, the step of all is scaled down
-    (`info.shrunk` is the factor). So one parameter near its boundary holds up all.
+    (`info.shrunk` is the factor). So one parameter near its boundary holds up all. The boundary of
+    a user's blocks is not known: there the step is halved until all are inside, whatever `share`.
     """
     if not 0 < share < 1:
         raise ValueError(f"`line_search_step(share=...)` must be between 0 and 1, but got {share}.")

@@ -251,11 +251,27 @@ def test_a_line_search_cuts_all_parts_alike_where_one_would_leave():
     assert jnp.isfinite(new.log_prob(new.sample(KEY, 10))).all()
 
 
+def test_a_line_search_halves_all_parts_where_a_custom_one_would_leave():
+    rate = iblr.custom(
+        name="rate",
+        blocks={"rate": 3.0},
+        log_prob=lambda z, b: jnp.log(b["rate"]) - b["rate"] * z,
+        log_partition=lambda b: -jnp.log(b["rate"]),
+        sampler=lambda key, b: jax.random.exponential(key) / b["rate"],
+        constraints={"rate": iblr.positive},
+    )
+    q = Product({"a": rate, "b": Exponential(3.0)})
+    tangent = iblr.Stl(pairs=4)(q, iblr.Target(lambda z: -0.1 * z["a"] - 2.9 * z["b"]), KEY)
+    new, info = iblr.line_search_step(q, tangent, 4.0)
+    assert info.shrunk == 0.25 and not info.refused
+    assert_same_bits(new.parts, parts_stepped(q, tangent, iblr.natural_gradient_step, 1.0))
+
+
 def test_a_part_that_refuses_keeps_the_whole():
     q = make()
     tangent = iblr.Stl(pairs=4)(q, iblr.Target(target), KEY)
-    bad = q["tau"].with_gradient(tangent.parts["tau"], jnp.array([jnp.nan]))
-    broken = type(tangent)({**tangent.parts, "tau": bad})
+    bad = q["w"].with_gradient(tangent.parts["w"], jnp.full(2, jnp.nan))
+    broken = type(tangent)({**tangent.parts, "w": bad})
     new, info = iblr.improved_step(q, broken, 0.1)
     assert info.status == Status.nonfinite and info.limited == 0
     assert_same_bits(new, q)
@@ -419,10 +435,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize(
     "options",
-    [
-        pytest.param(options, id=name, marks=() if name == "momentum" else pytest.mark.slow)
-        for name, options in OPTIONS.items()
-    ],
+    [pytest.param(options, id=name, marks=pytest.mark.slow) for name, options in OPTIONS.items()],
 )
 @pytest.mark.slow
 def test_every_way_to_fit_reaches_the_fixed_point(options):
@@ -495,7 +508,12 @@ UNFIT = {
     "a support of a Gamma": (
         {"a": Gamma(1.0, 1.0)},
         {"support": {"a": iblr.positive}},
-        r"Product\(support=...\).*part 'a'.*a Gamma has a support of its own",
+        r"Product\(support=...\).*part 'a'.*a Gamma lives where",
+    ),
+    "parts of unlike batches": (
+        {"a": stacked([Gamma(1.0, 1.0)] * 2), "b": Gamma(1.0, 1.0)},
+        {},
+        r"Product\(parts\).*'a': \(2,\), 'b': \(\)",
     ),
     "a support without names": (
         {"a": Gaussian.standard(1)},

@@ -485,6 +485,22 @@ def expected_directions(name, params, estimator):
 
 
 @eqx.filter_jit
+def expected_directions_of_two(name, params, estimator):
+    """The same from two draws a time, at every pair of nodes."""
+    q = member(name, params[:, None])
+    z, weights = quadrature(name, params)
+
+    def at(first, second):
+        rows = jnp.stack([first, second])[:, None]
+        slopes = jax.vmap(jax.grad(lambda z: neg_log_target(name, z[0])))(rows)
+        draws = Draws(rows, jnp.log(rows / q.mean))
+        return jnp.concatenate(getattr(q, estimator)(draws, slopes).directions)
+
+    each = jax.vmap(jax.vmap(at, (None, 0)), (0, None))(z, z)
+    return params * jnp.einsum("i,j,ijk->k", weights, weights, each)
+
+
+@eqx.filter_jit
 def gradients(name, params):
     """dL/dlambda, and dm/dlambda of every block with the other one fixed."""
 
@@ -507,6 +523,14 @@ def test_expected_tangents_are_natural_gradients(name, params):
     for estimator in ("rep", "stl"):
         actual = expected_directions(name, params, estimator)
         np.testing.assert_allclose(actual, natural, rtol=1e-6)
+
+
+@x64
+@pytest.mark.parametrize("name, params", [("gamma", (2.5, 0.6)), ("inverse gaussian", (0.7, 1.3))])
+def test_the_covariance_of_two_draws_is_as_good_as_the_mean_of_one(name, params):
+    params = jnp.array(params)
+    one, two = (f(name, params, "stl") for f in (expected_directions, expected_directions_of_two))
+    np.testing.assert_allclose(one, two, rtol=1e-6)
 
 
 # Theorem 2, and the lemmas of appendices F, G and H: no step leaves the set.
@@ -568,7 +592,7 @@ def test_a_step_beyond_the_precision_is_refused_and_the_family_kept(name, dtype)
             q = member(name, [[2.0, 3.0]] * NUM_BLOCKS[name], dtype)
             directions = [[0.1, value if i == bad else 0.2] for i in range(NUM_BLOCKS[name])]
             tangent = PositiveTangent(
-                jnp.zeros(q.gradient_size, dtype),
+                jnp.zeros(NUM_BLOCKS[name] * q.dim, dtype),
                 tuple(jnp.asarray(d, dtype) for d in directions),
             )
             new, info = iblr.improved_step(q, tangent, 1.0)
@@ -603,7 +627,7 @@ def exact_tangent(q, truth):
     """The natural gradient of KL(q || truth), without sampling."""
     gradients = jax.grad(lambda blocks: q.with_blocks(blocks).kl(truth))(q.blocks)
     parts = [block * g for block, g in zip(q.blocks, gradients, strict=True)]
-    return q.with_gradient(PositiveTangent(parts[0], ()), jnp.concatenate(parts))
+    return q.tangent(jnp.concatenate(parts))
 
 
 def pair(name, far=False):
@@ -811,6 +835,17 @@ def test_a_fit_without_options_reaches_a_conjugate_posterior(start):
     family = iblr.Gamma(jnp.full(3, start[0]), start[1])
     posterior = iblr.fit(target, family, key=jax.random.key(0))
     assert gamma_distance(posterior.family, COUNTS + [1.5, 2.0, 0.5], np.full(3, 2.5)) < 1e-6
+
+
+def test_a_fit_without_options_reaches_posteriors_of_large_counts():
+    # Far from such a target its slopes in log z are large and nearly constant.
+    counts = np.array([1e3, 3e3, 3e4])
+    posterior = iblr.fit(
+        lambda z: (counts * jnp.log(z) - 0.1 * z).sum(),
+        iblr.Gamma.standard(3),
+        key=jax.random.key(0),
+    )
+    assert gamma_distance(posterior.family, counts + 1, np.full(3, 0.1)) < 1e-6
 
 
 def test_the_reparameterisation_estimator_comes_near_a_conjugate_posterior():

@@ -175,6 +175,11 @@ class AbstractGaussian(AbstractFamily):
         """The floating-point type of the parameters."""
         return self.mean.dtype
 
+    @property
+    def gradient_size(self) -> int:
+        """That of the mean."""
+        return self.dim
+
     def draw(self, key: Key[Array, ""], num: int, antithetic: bool = False) -> Draws:
         """mu + E A, or mu +- E A with half as many rows E."""
         rows = num // 2 if antithetic else num

@@ -33,10 +33,18 @@ def start_structure(
         structure = Structure.flat(int(dim)).with_support(support)
     if structure.dim < 1:
         raise ValueError(f"`{call}` needs at least one dimension, but got {structure.dim}.")
-    dtype = jax.dtypes.canonicalize_dtype(dtype or float)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"`{call}(dtype=...)` needs a floating-point type, but got {dtype}.")
-    return structure, dtype
+    return structure, floating_type(call, dtype or float)
+
+
+def floating_type(call: str, dtype: Any) -> Any:
+    """A floating-point type, as precise as JAX is set to be."""
+    try:
+        found = jax.dtypes.canonicalize_dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(f"`{call}(dtype=...)` needs a floating-point type, but got {dtype!r}.")
+    return found
 
 
 def flat_mean(call: str, mean: PyTree, dtype: Any) -> tuple[Float[Array, " d"], Structure]:
@@ -57,7 +65,8 @@ def positive(
 ) -> tuple[list[Float[Array, " d"]], Structure]:
     """Positive parameters, broadcast against one another, as vectors over one structure.
 
-    A number or an array goes with every leaf of a pytree; two pytrees must have one structure.
+    A number or an array goes with every leaf of a pytree; two pytrees must have one structure. A
+    list of plain numbers is an array.
     """
     for name, value in parameters.items():
         try:
@@ -66,9 +75,8 @@ def positive(
             fine = False
         if not fine:
             raise ValueError(f"`{call}({name}=...)` needs positive numbers, but got {value!r}.")
-    dtype = jax.dtypes.canonicalize_dtype(dtype or floating(*parameters.values()))
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"`{call}(dtype=...)` needs a floating-point type, but got {dtype}.")
+    parameters = {name: _number_array(value) for name, value in parameters.items()}
+    dtype = floating_type(call, dtype or floating(*parameters.values()))
     single = jax.tree.structure(0)
     trees = {jax.tree.structure(value) for value in parameters.values()}
     if len(trees - {single}) > 1:
@@ -106,6 +114,17 @@ def positive(
     return vectors, structure
 
 
+def _number_array(value: Any) -> Any:
+    """Lists of plain numbers, however deep, as an array; everything else as it is."""
+    numbers = all(isinstance(leaf, int | float | np.number) for leaf in jax.tree.leaves(value))
+    if not isinstance(value, list | tuple) or not numbers:
+        return value
+    try:
+        return np.asarray(value)
+    except ValueError:  # of unequal lengths: a pytree
+        return value
+
+
 def floating(*trees: Any) -> Any:
     """The floating-point type that the leaves promote to; the default one for integers."""
     dtype = jnp.result_type(*[jnp.asarray(leaf) for leaf in jax.tree.leaves(trees)])
@@ -122,8 +141,10 @@ def check_positive(call: str, name: str, value: Float[Array, "..."]) -> None:
     """Raise unless every entry is positive and finite; silent on a traced array."""
     check_finite(call, name, value)
     if not isinstance(value, Tracer) and not bool((value > 0).all()):
+        tiny = jnp.finfo(value.dtype).tiny
         raise ValueError(
-            f"`{call}({name}=...)` must be positive, but its smallest entry is {value.min():.3g}."
+            f"`{call}({name}=...)` must be positive, and at least {tiny:.1g} in {value.dtype}, but "
+            f"its smallest entry is {value.min():.3g}."
         )
 
 

@@ -77,8 +77,8 @@ class AbstractFamily(eqx.Module):
 
     @property
     def gradient_size(self) -> int:
-        """Length of a tangent's `gradient`, which is what momentum averages."""
-        return self.dim
+        """Length of a tangent's `gradient`, which is what momentum averages: none by default."""
+        return 0
 
     @property
     @abc.abstractmethod
@@ -103,8 +103,8 @@ class AbstractFamily(eqx.Module):
     def with_support(self, support: Any) -> "AbstractFamily":
         """The family with leaves mapped onto supports, if its coordinates are real."""
         raise ValueError(
-            f"`support=` maps a Gaussian onto constrained leaves, but a {self.name} has a support "
-            "of its own. Leave it out."
+            f"`support=` maps the real coordinates of a Gaussian onto constrained leaves, but a "
+            f"{self.name} lives where its own density says. Leave it out."
         )
 
     # Draws and densities.
@@ -130,9 +130,7 @@ class AbstractFamily(eqx.Module):
 
     def sample(self, key: Key[Array, ""], num: int | None = None) -> PyTree:
         """`num` draws stacked along a first axis, or one draw without that axis."""
-        if num is not None and (isinstance(num, bool) or not hasattr(num, "__index__") or num < 1):
-            raise ValueError(f"`sample(key, num)` needs a whole number from 1, but got {num!r}.")
-        rows = self.draw(key, 1 if num is None else num).rows
+        rows = self.draw(key, count_draws("sample", num)).rows
         return self.structure.unravel(rows[0] if num is None else rows)
 
     def log_prob(self, z: PyTree) -> Float[Array, "*batch"]:
@@ -191,9 +189,9 @@ class AbstractFamily(eqx.Module):
     def add_prior(self, tangent: Any, prior: Any, weight: Float[Array, ""]) -> Any:
         """The tangent with the exact term of `weight * log prior` added."""
 
-    @abc.abstractmethod
     def with_gradient(self, tangent: Any, gradient: Float[Array, " p"]) -> Any:
         """The tangent with another `gradient`: what momentum changes."""
+        return tangent
 
     # The rules.
 
@@ -231,6 +229,15 @@ class AbstractFamily(eqx.Module):
     @abc.abstractmethod
     def refreshed(self) -> tuple["AbstractFamily", Float[Array, ""]]:
         """The family with derived quantities recomputed, and how far they had drifted."""
+
+
+def count_draws(call: str, num: int | None) -> int:
+    """How many draws a user asked for: one where `num` is None."""
+    if num is None:
+        return 1
+    if isinstance(num, bool) or not hasattr(num, "__index__") or num < 1:
+        raise ValueError(f"`{call}(key, num)` needs a whole number from 1, but got {num!r}.")
+    return num
 
 
 # Compiled as a whole, since hundreds of operations would be compiled one by one.

@@ -20,7 +20,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from iblr import geometry
@@ -37,13 +36,15 @@ class CustomTangent(eqx.Module):
     """A natural gradient at a user's family, every array with one leading axis of copies.
 
     Attributes:
-        gradient: L^-1 dL / dlambda of all copies and blocks, flat, with F = LL' the Fisher matrix:
-            what momentum averages must not depend on the units of a block, which change as it does.
         directions: ghat of every block.
     """
 
-    gradient: Float[Array, " p"]
     directions: tuple[Float[Array, "copies _"], ...]
+
+    @property
+    def gradient(self) -> Float[Array, " 0"]:
+        """Nothing: what is known of a user's block is no reason to average over steps."""
+        return jnp.zeros(0, self.directions[0].dtype)
 
 
 class Custom(AbstractFamily):
@@ -85,11 +86,6 @@ class Custom(AbstractFamily):
     def batch_shape(self) -> tuple[int, ...]:
         """Leading axes of the parameters."""
         return self.vectors[0].shape[:-2]
-
-    @property
-    def gradient_size(self) -> int:
-        """All blocks of all copies."""
-        return math.prod(self.copies) * sum(v.shape[-1] for v in self.vectors)
 
     @property
     def dtype(self) -> Any:
@@ -210,37 +206,16 @@ class Custom(AbstractFamily):
             "`prior=prior.log_prob` to `Target`, or use `iblr.Stl(pairs=...)`."
         )
 
-    def with_gradient(
-        self, tangent: CustomTangent | None, gradient: Float[Array, " p"]
-    ) -> CustomTangent:
-        """The tangent of another gradient in units of the Fisher matrix: ghat = L^-T gradient."""
-        sizes = [v.size for v in self.vectors]
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
-        parts = zip(jnp.split(gradient, ends), self.vectors, strict=True)
-        rows = tuple(part.reshape(v.shape) for part, v in parts)
-        return CustomTangent(gradient, self._solved(rows, trans=1))
-
     def _tangent(self, gradients: tuple[Float[Array, "copies _"], ...]) -> CustomTangent:
-        """The natural gradient F^-1 g = L^-T L^-1 g of every block."""
-        rows = self._solved(gradients, trans=0)
-        return self.with_gradient(None, jnp.concatenate([row.reshape(-1) for row in rows]))
+        """The natural gradient F^-1 g of every block; nan where F is not positive definite."""
 
-    def _solved(
-        self, rows: tuple[Float[Array, "copies _"], ...], trans: int
-    ) -> tuple[Float[Array, "copies _"], ...]:
-        """L^-1 or L^-T of every block times its rows, F = LL'; nan where F has no such root."""
-
-        def one_copy(vectors: Vectors, rows: Vectors) -> Vectors:
-            metrics = [
-                geometry.fisher_block(self.definition.log_partition_of, vectors, i)
-                for i in range(len(vectors))
-            ]
+        def one_copy(vectors: Vectors, gradients: Vectors) -> Vectors:
+            A = self.definition.log_partition_of
             return tuple(
-                solve_triangular(jnp.linalg.cholesky(metric), row, lower=True, trans=trans)
-                for metric, row in zip(metrics, rows, strict=True)
+                geometry.natural_gradient(A, vectors, i, g) for i, g in enumerate(gradients)
             )
 
-        return jax.vmap(one_copy)(self.vectors, rows)
+        return CustomTangent(jax.vmap(one_copy)(self.vectors, gradients))
 
     # The rules.
 
@@ -299,7 +274,7 @@ class Custom(AbstractFamily):
         parameterisation.check_only(self.name)
         definition, A = self.definition, self.definition.log_partition_of
 
-        def one_copy(vectors: Vectors, directions: Vectors):
+        def one_copy(vectors: Vectors, directions: Vectors, t: Float[Array, ""]):
             moved = []
             for i, (block, ghat) in enumerate(zip(vectors, directions, strict=True)):
                 bend = geometry.correction(A, vectors, i, ghat) if curved else jnp.zeros_like(ghat)
@@ -319,9 +294,13 @@ class Custom(AbstractFamily):
                 final = share * t * 0.5**count
                 moved.append((step(final), inside(final), share, count))
             new, ok, shares, counts = zip(*moved, strict=True)
-            return new, jnp.stack(ok).all(), jnp.stack(shares).min(), jnp.stack(counts).sum()
+            return new, jnp.stack(ok).all(), jnp.stack(shares).min(), jnp.stack(counts)
 
-        new, ok, shares, counts = jax.vmap(one_copy)(self.vectors, tangent.directions)
+        every_copy = jax.vmap(one_copy, (0, 0, None))
+        new, ok, shares, counts = every_copy(self.vectors, tangent.directions, t)
+        if halve and not curved:  # a line search: the step of all is cut alike
+            shares = 0.5 ** counts.max()
+            new, ok, *_ = every_copy(self.vectors, tangent.directions, shares * t)
         finite = jnp.stack([jnp.isfinite(ghat).all() for ghat in tangent.directions]).all()
         ok = ok.all()
         kept = tuple(

@@ -81,6 +81,7 @@ class InverseGaussian(AbstractPositive):
         )
         self.blocks = (m**-2, a)
         arguments.check_fits("InverseGaussian", "mean", self.blocks[0])
+        arguments.check_fits("InverseGaussian", "shape", a / m)
 
     @staticmethod
     def standard(

@@ -27,7 +27,10 @@ so with slopes W of lbar = -log p at the draws
     dL / dlog lambda_i = E[(dlog z / dlog lambda_i) z (W + s)]
 
 where s = grad log q at the draws (`stl`: the form b(z) = lbar + log q of appendices G and H), or
-zero with the exact gradient of the entropy subtracted (`rep`).
+zero with the exact gradient of the entropy subtracted (`rep`). The mean of the product is estimated
+as a covariance and a product of means, as E[dlog z / dlog lambda_i] = dE[log z] / dlog lambda_i is
+known: far from the target z (W + s) is large and nearly constant, and its product with the noise of
+the other factor would drown the shape.
 
 All of it is in log space: u = log(z / E z) is what is drawn, so that nothing underflows where z
 would; z itself is kept at or above the smallest normal number over the rounding unit (1e-31 in
@@ -43,7 +46,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from iblr.families.base import AbstractFamily, Draws, StepInfo
+from iblr.families.base import AbstractFamily, Draws, StepInfo, count_draws
 from iblr.families.curvature import LARGEST_GAIN, LARGEST_LOSS, Parameterisation
 from iblr.status import Status
 from iblr.support import safe_range
@@ -56,14 +59,19 @@ class PositiveTangent(eqx.Module):
     """A natural gradient at a positive family.
 
     Attributes:
-        gradient: dL / dlog lambda, block after block.
+        derivatives: dL / dlog lambda, block after block.
         directions: ghat / lambda, the relative natural gradient of every block.
         underflows: numbers that were drawn below the smallest one and held there.
     """
 
-    gradient: Float[Array, " p"]
+    derivatives: Float[Array, " p"]
     directions: Blocks
     underflows: Int[Array, ""] | None = None
+
+    @property
+    def gradient(self) -> Float[Array, " 0"]:
+        """Nothing: where steps multiply, an average over steps would overshoot by orders."""
+        return jnp.zeros(0, self.derivatives.dtype)
 
 
 class AbstractPositive(AbstractFamily):
@@ -157,11 +165,6 @@ class AbstractPositive(AbstractFamily):
         return self.blocks[0].shape[:-1]
 
     @property
-    def gradient_size(self) -> int:
-        """All blocks."""
-        return len(self.blocks) * self.dim
-
-    @property
     def dtype(self) -> Any:
         """The floating-point type of the parameters."""
         return self.blocks[0].dtype
@@ -189,7 +192,7 @@ class AbstractPositive(AbstractFamily):
 
     def sample_log(self, key: Key[Array, ""], num: int | None = None) -> Any:
         """Logarithms of what `sample` draws, also where z itself would underflow."""
-        ratios = jax.lax.stop_gradient(self.log_ratios(key, 1 if num is None else num))
+        ratios = jax.lax.stop_gradient(self.log_ratios(key, count_draws("sample_log", num)))
         rows = _log_draws(self, ratios)
         return self.structure.unravel(rows[0] if num is None else rows)
 
@@ -241,26 +244,36 @@ class AbstractPositive(AbstractFamily):
         """The exact term, the derivative of E_q[log prior]."""
         return self._plus(tangent, lambda q: -weight * prior.expected_log_prob(q))
 
-    def with_gradient(
-        self, tangent: PositiveTangent, gradient: Float[Array, " p"]
+    def tangent(
+        self, derivatives: Float[Array, " p"], underflows: Int[Array, ""] | None = None
     ) -> PositiveTangent:
-        """The tangent of another dL / dlog lambda."""
-        parts = jnp.split(gradient, len(self.blocks))
+        """The natural gradient for dL / dlog lambda, block after block."""
+        parts = jnp.split(derivatives, len(self.blocks))
         directions = tuple(g / w for g, w in zip(parts, self.weights, strict=True))
-        return PositiveTangent(gradient, directions, tangent.underflows)
+        return PositiveTangent(derivatives, directions, underflows)
 
     def _from_slopes(self, draws: Draws, log_slopes: Rows) -> PositiveTangent:
-        """From the slopes of the integrand in log z."""
-        parts = [(slope * log_slopes).mean(0) for slope in self.log_slopes(draws.noise)]
+        """From the slopes of the integrand in log z, by covariances; unbiased from one draw on."""
+        centre = log_slopes.mean(0)
+        rest = log_slopes - centre if len(log_slopes) > 1 else log_slopes
+        count = max(len(log_slopes) - 1, 1)
+        known = self._log_derivatives(lambda q: q.expected_log.sum())
+        parts = [
+            ((slope - mean) * rest).sum(0) / count + mean * centre
+            for slope, mean in zip(self.log_slopes(draws.noise), known, strict=True)
+        ]
         underflows = jnp.sum(draws.noise < self._smallest_ratio).astype(jnp.int32)
-        empty = PositiveTangent(parts[0], (), underflows)
-        return self.with_gradient(empty, jnp.concatenate(parts))
+        return self.tangent(jnp.concatenate(parts), underflows)
 
     def _plus(self, tangent: PositiveTangent, exact: Any) -> PositiveTangent:
         """The tangent with that of a function of the family added."""
-        gradients = jax.grad(lambda blocks: exact(self.with_blocks(blocks)))(self.blocks)
-        parts = [block * g for block, g in zip(self.blocks, gradients, strict=True)]
-        return self.with_gradient(tangent, tangent.gradient + jnp.concatenate(parts))
+        parts = self._log_derivatives(exact)
+        return self.tangent(tangent.derivatives + jnp.concatenate(parts), tangent.underflows)
+
+    def _log_derivatives(self, function: Any) -> list[Float[Array, " d"]]:
+        """Those of a function of the family in log lambda, block by block."""
+        gradients = jax.grad(lambda blocks: function(self.with_blocks(blocks)))(self.blocks)
+        return [block * g for block, g in zip(self.blocks, gradients, strict=True)]
 
     # The rules.
 

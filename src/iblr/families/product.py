@@ -72,6 +72,12 @@ class Product(AbstractFamily):
         if len({part.dtype for part in parts.values()}) > 1:
             shown = {name: str(part.dtype) for name, part in parts.items()}
             raise ValueError(f"`Product(parts)` needs parts of one precision, but got {shown}.")
+        if len({part.batch_shape for part in parts.values()}) > 1:
+            shown = {name: part.batch_shape for name, part in parts.items()}
+            raise ValueError(
+                "`Product(parts)` needs parts that are all single members, or all stacked along "
+                f"the same axes, but their leading axes are {shown}."
+            )
         named = dict(sorted(parts.items()))
         if support is not None:
             named = _supported(named, support)
