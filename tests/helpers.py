@@ -77,7 +77,18 @@ FAMILIES = [
     Case("diagonal-tree", _diagonal(7, _tree), 7),
 ]
 
-every_family = pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
+# The smallest and the largest are left to the slow tests.
+every_family = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=case.name,
+            marks=[pytest.mark.slow] if case.name.endswith(("-1", "-7")) else [],
+        )
+        for case in FAMILIES
+    ],
+)
 
 
 def members(case, *seeds):

@@ -59,6 +59,7 @@ def test_step_cost_prints_its_table(tmp_path):
     assert out.read_text() == text
 
 
+@pytest.mark.slow
 def test_gpu_check_runs_on_a_cpu():
     status, text, errors = run("gpu_check.py", "--dims", "60", "--steps", "3")
     assert status == 0, text + errors

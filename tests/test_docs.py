@@ -14,13 +14,7 @@ import iblr
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODULES = ["iblr", *(m.name for m in pkgutil.walk_packages(iblr.__path__, prefix="iblr."))]
-LONG = {
-    "CONTRIBUTING",
-    "constrained",
-    "counter-example",
-    "custom-families",
-    "gotchas",
-}  # to compile
+SHORT = {"README", "notation"}  # the other pages compile for long
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
 
 
@@ -34,7 +28,7 @@ def blocks(page):
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in LONG else [])
+        pytest.param(page, id=page.stem, marks=[] if page.stem in SHORT else [pytest.mark.slow])
         for page in PAGES
     ],
 )

@@ -34,6 +34,7 @@ def test_all_ways_to_give_a_support_have_the_same_bits():
         assert_same_bits((other.family, other.elbo), (one.family, one.elbo))
 
 
+@pytest.mark.slow
 def test_all_ways_to_give_a_product_a_support_have_the_same_bits():
     part = {name: Gaussian.standard(like=LIKE[name]) for name in LIKE}
     one = quick_fit(log_density, Product(part), support=SUPPORT)
@@ -162,6 +163,7 @@ def exact(dtype=float):
     return DiagonalGaussian.from_variances(jnp.asarray(MEAN, dtype), jnp.asarray(VARIANCES, dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [Gaussian, DiagonalGaussian])
 def test_a_lognormal_target_is_fitted_exactly(family):
     posterior = iblr.fit(lognormal, family.standard(2), key=KEY, support=iblr.positive)

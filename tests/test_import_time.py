@@ -4,6 +4,8 @@ import statistics
 import subprocess
 import sys
 
+import pytest
+
 # What the package stands on first, then the package itself: two times from one process, so that
 # the noise of the machine is in both.
 PROGRAM = """
@@ -17,6 +19,7 @@ print(between - start, end - start)
 """
 
 
+@pytest.mark.slow
 def test_importing_the_package_takes_less_than_a_third_longer_than_its_dependencies():
     ratios = []
     for _ in range(5):

@@ -803,7 +803,12 @@ EVERY = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in ("Gamma", "Product") else ())
+        pytest.param(
+            name,
+            marks=pytest.mark.slow
+            if name in ("Gamma", "Product", "InverseGaussian", "Gaussian")
+            else (),
+        )
         for name in EVERY
     ],
 )

@@ -67,6 +67,7 @@ def test_a_draw_has_a_point_of_every_part():
     assert jax.tree.map(jnp.shape, q.sample(KEY))["w"] == (2,)
 
 
+@pytest.mark.slow
 def test_draws_are_those_of_the_parts_and_independent_of_one_another():
     q = make()
     z = q.sample(KEY, 40_000)
@@ -85,6 +86,7 @@ def test_draws_are_those_of_the_parts_and_independent_of_one_another():
     assert not agrees(np.prod(np.asarray(z["w"] - q["w"].mean), -1), 0.0)
 
 
+@pytest.mark.slow
 def test_the_log_density_is_the_sum_over_parts():
     q = make()
     z = q.sample(KEY, 7)

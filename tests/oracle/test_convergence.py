@@ -22,7 +22,7 @@ def ill_conditioned(d, condition, seed):
     return log_density, iblr.Gaussian.from_precision(centre, 0.5 * (precision + precision.T))
 
 
-@pytest.mark.parametrize("trust_region", [False, True])
+@pytest.mark.parametrize("trust_region", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_stl_converges_to_rounding_on_a_gaussian_with_and_without_the_trust_region(
     trust_region, x64
 ):

@@ -15,7 +15,7 @@ from iblr.geometry import pack_symmetric, unpack_symmetric
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-DIMS = [1, 2, 3]
+DIMS = [1, 2, pytest.param(3, marks=pytest.mark.slow)]
 STEP_SIZES = np.array([0.01, 0.3, 1.0, 4.0])
 
 # Compiled, since operations one by one would take minutes.

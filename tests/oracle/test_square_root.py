@@ -67,8 +67,10 @@ def relative(a, b):
 
 
 @pytest.mark.parametrize("kind", ["rep", "hess"])
-@pytest.mark.parametrize("samples", [1, 3, 20])
-@pytest.mark.parametrize("d", [1, 2, 7, 40])
+@pytest.mark.parametrize("samples", [1, 3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "d", [1, pytest.param(2, marks=pytest.mark.slow), 7, pytest.param(40, marks=pytest.mark.slow)]
+)
 def test_the_step_equals_the_dense_update_of_the_paper(d, samples, kind, dtype):
     estimator = iblr.Rep(samples) if kind == "rep" else iblr.Hess(samples)
     target = iblr.Target(non_convex)
@@ -105,7 +107,8 @@ def test_the_step_equals_the_dense_update_of_the_paper(d, samples, kind, dtype):
 
 @pytest.mark.parametrize("shift", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("d", "rank"), [(7, 1), (40, 3), (40, 10), pytest.param(700, 10, marks=pytest.mark.slow)]
+    ("d", "rank"),
+    [(7, 1), (40, 3), *(pytest.param(d, 10, marks=pytest.mark.slow) for d in (40, 700))],
 )
 def test_householder_gram_and_dense_paths_agree(d, rank, shift, dtype):
     keys = jax.random.split(jax.random.key(d), 3)
@@ -138,7 +141,9 @@ def matrix_of(change, d):
 @pytest.mark.parametrize("size", [1e-3, 0.3, 7.0])
 @pytest.mark.parametrize("nearness", [1.0, 1e-3])
 @pytest.mark.parametrize("shift", [0.0, 1.0])
-@pytest.mark.parametrize(("d", "rank"), [(7, 1), (40, 3), (300, 10)])
+@pytest.mark.parametrize(
+    ("d", "rank"), [(7, 1), (40, 3), pytest.param(300, 10, marks=pytest.mark.slow)]
+)
 def test_the_cholesky_and_the_eigenvalue_path_give_the_same_covariance(
     d, rank, shift, nearness, size, dtype
 ):
