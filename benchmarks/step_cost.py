@@ -192,7 +192,7 @@ def make_adam(d: int, estimator: Any, dtype: Any) -> tuple[AdamState, Step]:
 
 def make_gradients(d: int, estimator: Any, dtype: Any) -> tuple[jax.Array, Step]:
     gradients = jax.vmap(jax.grad(make_log_density(d, dtype)))
-    start = jnp.zeros((estimator.num_gradients, d), dtype)
+    start = jnp.zeros((num_gradients(estimator), d), dtype)
     return start, lambda z: z + 1e-3 * gradients(z)
 
 
@@ -345,10 +345,14 @@ HEADER = (
 )
 
 
+def num_gradients(estimator: Any) -> int:
+    return estimator.num_gradients(iblr.Gaussian.standard(1))
+
+
 def table_line(dtype: str, name: str, d: int, row: Row) -> str:
     us = {key: 1e6 * value for key, value in row.seconds.items()}
     return (
-        f"{dtype:<8} {name:<9} {d:>5} {ESTIMATORS[name].num_gradients:>9} |"
+        f"{dtype:<8} {name:<9} {d:>5} {num_gradients(ESTIMATORS[name]):>9} |"
         f" {us['ours']:>9.1f} {us['dense']:>11.1f} {us['adam']:>9.1f} |"
         f" {us['gradients']:>9.2f} {us['noise']:>8.1f} |"
         f" {row.dense_over_ours:>10.2f} {row.ours_over_adam:>9.2f}"

@@ -30,7 +30,9 @@ from iblr.families.exponential import Exponential as Exponential
 from iblr.families.gamma import Gamma as Gamma
 from iblr.families.gaussian import Gaussian as Gaussian
 from iblr.families.inverse_gaussian import InverseGaussian as InverseGaussian
+from iblr.families.mixture import GaussianMixture as GaussianMixture
 from iblr.families.product import Product as Product
+from iblr.families.skew_gaussian import SkewGaussian as SkewGaussian
 from iblr.fit import FitError as FitError
 from iblr.fit import fit as fit
 from iblr.laplace import laplace as laplace

@@ -30,16 +30,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
 from iblr.families.abstract_gaussian import AbstractGaussian, GaussianTangent
-from iblr.families.base import AbstractFamily
+from iblr.families.base import AbstractFamily, Draws
 from iblr.target import FlatFunction, Target
 
 
 class AbstractEstimator(eqx.Module):
     """`(family, target, key) -> tangent`; knows nothing of step sizes."""
 
-    @property
     @abc.abstractmethod
-    def num_gradients(self) -> int:
+    def num_gradients(self, family: AbstractFamily) -> int:
         """Evaluations of the target's gradient in one call."""
 
     @abc.abstractmethod
@@ -61,8 +60,7 @@ class Rep(AbstractEstimator):
     def __check_init__(self):
         _check_count("Rep(samples=...)", self.samples)
 
-    @property
-    def num_gradients(self) -> int:
+    def num_gradients(self, family: AbstractFamily) -> int:
         """Evaluations of the target's gradient in one call."""
         return self.samples
 
@@ -71,7 +69,7 @@ class Rep(AbstractEstimator):
         draw_key, batch_key = jax.random.split(key)
         draws = family.draw(draw_key, self.samples)
         function = target.sampled(family.structure, target.batch(batch_key))
-        tangent = family.rep(draws, _slopes(function, draws.rows))
+        tangent = family.rep(draws, *_evaluated(function, draws.rows))
         return _with_prior(family, target, tangent)
 
 
@@ -84,25 +82,26 @@ class Stl(AbstractEstimator):
 
     Args:
         pairs: pairs of draws a step, each of two gradient evaluations; a Gaussian draws +-eps, a
-            family without a symmetry two independent points.
+            family without a symmetry two independent points, a mixture `pairs` of every component.
+        reuse: let the draws of a mixture's components serve all of them, by importance weights.
     """
 
     pairs: int = eqx.field(static=True, default=8)
+    reuse: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self):
         _check_count("Stl(pairs=...)", self.pairs)
 
-    @property
-    def num_gradients(self) -> int:
+    def num_gradients(self, family: AbstractFamily) -> int:
         """Evaluations of the target's gradient in one call."""
-        return 2 * self.pairs
+        return 2 * self.pairs * family.groups
 
     def __call__(self, family: AbstractFamily, target: Target, key: Key[Array, ""]) -> Any:
         """See `family.stl`."""
         draw_key, batch_key = jax.random.split(key)
-        draws = family.draw(draw_key, 2 * self.pairs, antithetic=True)
+        draws = family.draw_pairs(draw_key, self.pairs, self.reuse)
         function = target.whole(family.structure, target.batch(batch_key))
-        return family.stl(draws, _slopes(function, draws.rows))
+        return family.stl(draws, *_evaluated(function, draws.rows))
 
 
 class Secant(AbstractEstimator):
@@ -124,8 +123,7 @@ class Secant(AbstractEstimator):
         if not self.ridge >= 0:
             raise ValueError(f"`Secant(ridge=...)` must not be negative, but got {self.ridge}.")
 
-    @property
-    def num_gradients(self) -> int:
+    def num_gradients(self, family: AbstractFamily) -> int:
         """Evaluations of the target's gradient in one call."""
         return 2 * self.pairs
 
@@ -136,7 +134,7 @@ class Secant(AbstractEstimator):
         draw_key, batch_key = jax.random.split(key)
         draws = _gaussian("Secant", family).draw(draw_key, 2 * self.pairs, antithetic=True)
         function = target.whole(family.structure, target.batch(batch_key))
-        slopes = _slopes(function, draws.rows)
+        slopes, _ = _evaluated(function, draws.rows)
         gradient, whitened, D = family.differences(draws, slopes)
         return GaussianTangent(gradient, whitened, family.secant(draws.noise, D, self.ridge))
 
@@ -156,21 +154,19 @@ class Hess(AbstractEstimator):
     def __check_init__(self):
         _check_count("Hess(samples=...)", self.samples)
 
-    @property
-    def num_gradients(self) -> int:
+    def num_gradients(self, family: AbstractFamily) -> int:
         """Evaluations of the target's gradient in one call."""
         return self.samples
 
-    def __call__(
-        self, family: AbstractGaussian, target: Target, key: Key[Array, ""]
-    ) -> GaussianTangent:
-        """Ghat = I - A H A' with H the mean Hessian at the draws."""
+    def __call__(self, family: AbstractFamily, target: Target, key: Key[Array, ""]) -> Any:
+        """See `family.hess`."""
         draw_key, batch_key = jax.random.split(key)
         batch = target.batch(batch_key)
-        rows = _gaussian("Hess", family).draw(draw_key, self.samples).rows
+        draws = family.draw(draw_key, self.samples)
         function = target.sampled(family.structure, batch)
         hessian = _hessian(self.hessian, target, family, batch, function)
-        tangent = _newton(family, function, hessian, rows)
+        slopes, values = _evaluated(function, draws.rows)
+        tangent = family.hess(draws, slopes, values, -jax.lax.map(hessian, draws.rows))
         return _with_prior(family, target, tangent)
 
 
@@ -183,8 +179,7 @@ class AtMean(AbstractEstimator):
 
     hessian: Callable | None = None
 
-    @property
-    def num_gradients(self) -> int:
+    def num_gradients(self, family: AbstractFamily) -> int:
         """Evaluations of the target's gradient in one call."""
         return 1
 
@@ -195,8 +190,10 @@ class AtMean(AbstractEstimator):
         batch = target.batch(key)
         function = target.sampled(family.structure, batch)
         hessian = _hessian(self.hessian, target, family, batch, function)
-        start = _gaussian("AtMean", family).mean[None]
-        tangent = _newton(family, function, hessian, start)
+        mean = _gaussian("AtMean", family).mean[None]
+        slopes, values = _evaluated(function, mean)
+        at_mean = Draws(mean, jnp.zeros_like(mean))
+        tangent = family.hess(at_mean, slopes, values, -hessian(mean[0])[None])
         return _with_prior(family, target, tangent)
 
 
@@ -209,27 +206,18 @@ def _gaussian(estimator: str, family: Any) -> AbstractGaussian:
     return family
 
 
-def _slopes(function: FlatFunction, Z: Float[Array, "M d"]) -> Float[Array, "M d"]:
-    """Gradients of minus the log density; nan where the log density itself is not finite."""
+def _evaluated(
+    function: FlatFunction, Z: Float[Array, "M d"]
+) -> tuple[Float[Array, "M d"], Float[Array, " M"]]:
+    """Slopes of minus the log density, nan where that is not finite, and its values."""
     values, gradients = jax.vmap(jax.value_and_grad(function))(Z)
-    return jnp.where(jnp.isfinite(values)[:, None], -gradients, jnp.nan)
-
-
-def _newton(
-    family: AbstractGaussian,
-    function: FlatFunction,
-    hessian: Callable[[Float[Array, " d"]], Float[Array, "d d"]],
-    Z: Float[Array, "M d"],
-) -> GaussianTangent:
-    gradient = _slopes(function, Z).mean(0)
-    curvature = family.from_hessian(-jax.lax.map(hessian, Z).mean(0))
-    return GaussianTangent(gradient, family.whiten(gradient[None])[0], curvature)
+    return jnp.where(jnp.isfinite(values)[:, None], -gradients, jnp.nan), values
 
 
 def _hessian(
     given: Callable | None,
     target: Target,
-    family: AbstractGaussian,
+    family: AbstractFamily,
     batch: PyTree,
     function: FlatFunction,
 ) -> Callable[[Float[Array, " d"]], Float[Array, "d d"]]:

@@ -19,7 +19,6 @@ from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from iblr.diagnostics import elbo
 from iblr.estimators import AbstractEstimator, Stl
-from iblr.families.abstract_gaussian import AbstractGaussian
 from iblr.families.base import AbstractFamily
 from iblr.history import History, Progress, ProgressLine, Report
 from iblr.loop import Schedule, State, init, step
@@ -32,16 +31,6 @@ CHUNK = 100
 ELBO_DRAWS = 200
 ELBO_TAG = 2  # not 0 or 1, which are the two keys that a step splits off
 REFRESH_UP_TO = 2048
-
-
-def default_step_size(step: ArrayLike) -> Float[Array, ""]:
-    """min(1/10, 2 / (10 + k)): large steps first, then an average of natural parameters."""
-    return jnp.minimum(0.1, 2 / (10.0 + step))
-
-
-def bold_step_size(step: ArrayLike) -> Float[Array, ""]:
-    """min(1/2, 5 / (10 + k)), for use with a trust region."""
-    return jnp.minimum(0.5, 5 / (10.0 + step))
 
 
 class FitError(RuntimeError):
@@ -75,11 +64,12 @@ def _chunk(
                         info.limited,
                         info.halvings,
                         (info.status == Status.out_of_range).astype(jnp.int32),
+                        info.excluded,
                     ]
                 )
                 return after, counts
 
-            idle = lambda: (state, jnp.zeros(5, jnp.int32))  # noqa: E731
+            idle = lambda: (state, jnp.zeros(6, jnp.int32))  # noqa: E731
             return jax.lax.cond(index < span[1], advance, idle)
 
         state, counts = jax.lax.scan(body, state, span[0] + jnp.arange(length))
@@ -89,9 +79,17 @@ def _chunk(
         state = dataclasses.replace(state, family=family)
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), ELBO_TAG)
         value, standard_error = elbo(target, family, key, draws=elbo_draws)
-        refused, left_set, limited, halvings, out_of_range = counts.sum(0)
+        refused, left_set, limited, halvings, out_of_range, excluded = counts.sum(0)
         return state, Report(
-            value, standard_error, refused, left_set, out_of_range, limited, halvings, drift
+            value,
+            standard_error,
+            refused,
+            left_set,
+            out_of_range,
+            limited,
+            halvings,
+            excluded,
+            drift,
         )
 
     return jax.vmap(one_run)(state) if batched else one_run(state)
@@ -125,10 +123,12 @@ def fit(
             hold a batch of starts, stacked along a first axis.
         support: where leaves of a Gaussian live, such as `{"tau": iblr.positive}`; short for
             `family.with_support(support)`.
-        estimator: how the natural gradient is estimated; None is `Stl(pairs=8)`.
+        estimator: how the natural gradient is estimated; None is `Stl(pairs=8)`, for a mixture
+            `Stl(pairs=1)`.
         step_size: t, a number or a schedule of the step index (any of optax's). None is
-            min(1/10, 2 / (10 + k)) for a Gaussian over real parameters and min(1/2, 5 / (10 + k))
-            for other families.
+            min(1/10, 2 / (10 + k)) for a Gaussian over real parameters, 0.15 for two fifths of
+            all steps and then linearly to zero for a mixture, min(1/2, 5 / (10 + k)) for other
+            families.
         num_steps: steps to take.
         momentum: r of the natural momentum of a Gaussian's mean, in [0, 1).
         trust_region: bound the change of one step, see `improved_step`. For a Gaussian worth it far
@@ -160,11 +160,11 @@ def fit(
     batched = _check_key(family, key)
     if support is not None:
         family = family.with_support(support)
-    is_plain = isinstance(family, AbstractGaussian) and family.structure.is_real
+    defaults = family.defaults
     if step_size is None:
-        step_size = default_step_size if is_plain else bold_step_size
+        step_size = defaults.step_size(num_steps)
     if trust_region is None:
-        trust_region = rule is improved_step and not is_plain
+        trust_region = rule is improved_step and defaults.trust_region
     _check_options(step_size, num_steps, momentum, chunk_size, elbo_draws)
     _check_method(estimator, rule, trust_region)
     if momentum and family.gradient_size == 0:
@@ -181,7 +181,7 @@ def fit(
             f"which has taken {int(jnp.max(now.step))} of {num_steps}. Pass a larger `num_steps`."
         )
     _preflight(target, now.family, key, batched)
-    estimator = Stl() if estimator is None else estimator
+    estimator = Stl(pairs=defaults.pairs) if estimator is None else estimator
     options = {
         "estimator": estimator,
         "step_size": step_size if callable(step_size) else jnp.asarray(step_size, float),
@@ -209,7 +209,7 @@ def fit(
         interrupted = True
     finally:
         line.close()
-    num_gradients = (history.step - history.first_step) * estimator.num_gradients
+    num_gradients = (history.step - history.first_step) * estimator.num_gradients(family)
     seconds = time.perf_counter() - started
     posterior = history.posterior(now.family, now, interrupted, num_gradients, seconds)
     return _raise_if_failed(posterior) if throw else posterior
@@ -243,7 +243,7 @@ def _preflight(target: Target, family: AbstractFamily, key: Key[Array, "*runs"],
     """Check the target at the mean of the start (the first, in a batch) and at draws around it."""
     if batched:
         family, key = jax.tree.map(lambda x: x[0], (family, key))
-    target.check(family.structure, _first_points(family, key))
+    target.check(family.structure, _first_points(family, key), len(family.centres))
     prior = target.exact_prior
     if prior is not None and family.entropy() is not None:
         expected = prior.expected_log_prob(family)
@@ -256,7 +256,7 @@ def _preflight(target: Target, family: AbstractFamily, key: Key[Array, "*runs"],
 
 @eqx.filter_jit
 def _first_points(family: AbstractFamily, key: Key[Array, ""]) -> Float[Array, "n d"]:
-    return jnp.concatenate([family.mean[None], family.draw(key, 7).rows])
+    return jnp.concatenate([family.centres, family.draw(key, 7).rows])
 
 
 def _check_key(family: AbstractFamily, key: Key[Array, "*runs"]) -> bool:

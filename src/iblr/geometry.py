@@ -1,6 +1,6 @@
 """Fisher blocks and curvature terms by automatic differentiation: the generic rule, and an oracle.
 
-Two routes lead to the same geometry, and neither knows any family.
+Three routes lead to the same geometry, and none knows any family.
 
 From a log-partition. In a block-coordinate natural (BCN) parameterisation lambda = (lambda_1, ...,
 lambda_m) the Fisher matrix is block-diagonal and q is, block by block and with the others fixed, a
@@ -14,6 +14,14 @@ the curvature of a block are derivatives of A in that block alone, with no integ
 
 The last line is eq. our_iblr. D_i^3 A[ghat_i, ghat_i] is the second derivative of grad_i A along
 one direction: two nested Jacobian-vector products, never a third-order tensor.
+
+From a conditional log-partition. A mixture q(z) = E_w q(z | w) takes the metric of its joint
+distribution. If q(z | w) is, block by block, a minimal exponential family with log-partition
+A(lambda, w) ([LSK20] appendix I), then Theorem 4 says
+
+    F_i = E_w[D_i^2 A],    Gamma_i = F_i^-1 1/2 E_w[D_i^3 A],    m_i = E_w[grad_i A]
+
+which is Theorem 3 for the average E_w[A(lambda, w)], the distribution of w held fixed: `averaged`.
 
 From a log density. In any parameterisation, with quadrature nodes of q for the expectations,
 
@@ -103,6 +111,33 @@ def correction(
     along = lambda x: jax.jvp(m_i, (x,), (direction,))[1]  # noqa: E731
     second = jax.jvp(along, (blocks[index],), (direction,))[1]
     return _solve(fisher_block(log_partition, blocks, index), 0.5 * second)
+
+
+def averaged(
+    log_partition: Callable[[Blocks, Array], Float[Array, ""]],
+    nodes: Array,
+    weights: Float[Array, " n"],
+) -> LogPartition:
+    """E_w[A(lambda, w)], the log-partition of a conditional exponential family (Theorem 4).
+
+    Everything here that takes a log-partition takes it: its Fisher blocks are those of the joint
+    distribution of z and w.
+
+    Args:
+        log_partition: A, a function of the tuple of blocks and of the mixing variable w.
+        nodes: values of w: all of a discrete one, quadrature nodes of a continuous one.
+        weights: their probabilities, summing to one.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from iblr import geometry
+        >>> A = lambda blocks, w: -jnp.log(w * blocks[0][0])        # z | w exponential, rate w r
+        >>> A = geometry.averaged(A, jnp.array([1.0, 5.0]), jnp.array([0.5, 0.5]))
+        >>> geometry.fisher_block(A, (jnp.array([2.0]),), 0).tolist()
+        [[0.25]]
+    """
+    weights = jax.lax.stop_gradient(weights)
+    return lambda blocks: weights @ jax.vmap(lambda w: log_partition(blocks, w))(nodes)
 
 
 def improved_blocks(

@@ -25,6 +25,7 @@ class Report(NamedTuple):
     out_of_range: Any
     limited: Any
     halvings: Any
+    excluded: Any
     drift: Any
 
 
@@ -47,7 +48,8 @@ class History:
         runs = jax.tree.leaves(family)[0].shape[:1] if batched else ()
         self.first_step = self.step = first_step
         self.rows: list[tuple[int, Any, Any, float]] = []
-        self.refused = self.left_set = self.limited = self.halvings = np.zeros(runs, int)
+        self.refused = self.left_set = self.limited = np.zeros(runs, int)
+        self.halvings = self.excluded = np.zeros(runs, int)
         self.stuck = self.too_far = self.inaccurate = np.zeros(runs, bool)
         self.best_elbo, self.best_elbo_se = np.full(runs, -np.inf), np.full(runs, np.nan)
         self.best_family = family
@@ -63,6 +65,7 @@ class History:
         self.left_set = self.left_set + report.left_set
         self.limited = self.limited + report.limited
         self.halvings = self.halvings + report.halvings
+        self.excluded = self.excluded + report.excluded
         self.stuck = report.refused == taken
         self.too_far = self.stuck & (report.out_of_range == taken)
         self.inaccurate = self.inaccurate | ~(report.drift <= LARGEST_DRIFT)
@@ -119,6 +122,7 @@ class History:
             refused=np.asarray(self.refused),
             limited=np.asarray(self.limited),
             halvings=np.asarray(self.halvings),
+            excluded=np.asarray(self.excluded),
             num_steps=self.step,
             num_gradients=num_gradients,
             seconds=seconds,

@@ -55,6 +55,7 @@ class Posterior(eqx.Module):
         limited: directions whose change was cut to what the precision can hold, and draws of
             positive numbers that underflowed, over all steps.
         halvings: how often a step was halved to stay in the set, where no theorem keeps it there.
+        excluded: draws left out because the target was not finite there.
         num_steps: steps taken since the start, those before a resumption included.
         num_gradients: evaluations of the target's gradient by this call of `fit`.
         seconds: wall-clock time of the fit, compilation included.
@@ -69,6 +70,7 @@ class Posterior(eqx.Module):
     refused: np.ndarray
     limited: np.ndarray
     halvings: np.ndarray
+    excluded: np.ndarray
     num_steps: int
     num_gradients: int
     seconds: float
@@ -102,6 +104,7 @@ class Posterior(eqx.Module):
             refused=np.asarray(self.refused[run]),
             limited=np.asarray(self.limited[run]),
             halvings=np.asarray(self.halvings[run]),
+            excluded=np.asarray(self.excluded[run]),
             num_steps=self.num_steps,
             num_gradients=self.num_gradients,
             seconds=self.seconds,
@@ -224,6 +227,8 @@ def _words(posterior: Posterior) -> str:
         text += f", {limited} changes or draws limited by the precision"
     if np.any(posterior.halvings):
         text += f", {int(np.sum(posterior.halvings))} halvings"
+    if np.any(posterior.excluded):
+        text += f", {int(np.sum(posterior.excluded))} draws left out"
     return text
 
 

@@ -169,15 +169,15 @@ class Target(eqx.Module):
 
         return log_density
 
-    def check(self, structure: Structure, points: Float[Array, "n d"]) -> None:
-        """Raise `ValueError` unless the target can be fitted from `points`, the first a start."""
+    def check(self, structure: Structure, points: Float[Array, "n d"], starts: int = 1) -> None:
+        """Raise `ValueError` unless the target can be fitted from `points`, the first as starts."""
         _check_prior(self, structure)
         batch = self.batch(jax.random.key(0))
         for name in ("log_density", "log_likelihood", "prior"):
             function = getattr(self, name)
             if callable(function):
                 rest = (batch,) if name == "log_likelihood" and self.data is not None else ()
-                _check_function(name, function, rest, structure, points)
+                _check_function(name, function, rest, structure, points, starts)
 
 
 def as_target(target: Any, call: str) -> Target:
@@ -201,7 +201,12 @@ def _check_prior(target: Target, structure: Structure) -> None:
 
 
 def _check_function(
-    name: str, function: Callable, rest: tuple, structure: Structure, points: Float[Array, "n d"]
+    name: str,
+    function: Callable,
+    rest: tuple,
+    structure: Structure,
+    points: Float[Array, "n d"],
+    starts: int,
 ) -> None:
     flat = lambda vector, rest: function(structure.unravel(vector), *rest)  # noqa: E731
     start = points[0]
@@ -233,12 +238,14 @@ def _check_function(
             f"{called} is not differentiable: {type(error).__name__}: {error}\nReplace the "
             "operation by one that JAX differentiates, or give it a `jax.custom_vjp`."
         ) from error
-    _check_values(called, values, gradients)
+    _check_values(called, values, gradients, starts)
 
 
-def _check_values(called: str, values: Float[Array, " n"], gradients: Float[Array, "n d"]) -> None:
+def _check_values(
+    called: str, values: Float[Array, " n"], gradients: Float[Array, "n d"], starts: int
+) -> None:
     finite = jnp.isfinite(values) & jnp.isfinite(gradients).all(axis=1)
-    if not bool(finite[0]) or not bool(finite.any()):
+    if not bool(finite[:starts].any()):
         value_is_finite = bool(jnp.isfinite(values[0]))
         what = "its gradient is nan or infinite" if value_is_finite else f"it returned {values[0]}"
         raise ValueError(

@@ -467,9 +467,10 @@ def test_num_gradients_counts_the_evaluations_of_the_gradient(estimator, num):
         return (-z * cotangent,)
 
     log_density.defvjp(lambda z: (log_density(z), z), backwards)
-    estimator(iblr.DiagonalGaussian.standard(2), Target(log_density), jax.random.key(0))
+    q = iblr.DiagonalGaussian.standard(2)
+    estimator(q, Target(log_density), jax.random.key(0))
     jax.effects_barrier()
-    assert len(evaluations) == estimator.num_gradients == num
+    assert len(evaluations) == estimator.num_gradients(q) == num
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "2", None])

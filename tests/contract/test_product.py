@@ -214,10 +214,11 @@ def test_a_tangent_has_the_slopes_of_the_joint_draws():
     q = make()
     draws = q.draw(KEY, 8, antithetic=True)
     slopes = jax.random.normal(jax.random.key(1), (8, 8))
-    tangent = q.stl(draws, slopes)
+    values = jnp.zeros(8)
+    tangent = q.stl(draws, slopes, values)
     columns = {"ig": [0], "p": [1, 2], "rate": [3, 4], "tau": [5], "w": [6, 7]}
     for name, part in q.parts.items():
-        alone = part.stl(draws.noise[name], slopes[:, jnp.array(columns[name])])
+        alone = part.stl(draws.noise[name], slopes[:, jnp.array(columns[name])], values)
         assert_same_bits(tangent.parts[name], alone)
     assert tangent.gradient.shape == (q.gradient_size,)
     again = q.with_gradient(tangent, tangent.gradient)

@@ -479,7 +479,9 @@ def expected_directions(name, params, estimator):
     def at(z):
         slope = jax.grad(lambda z: neg_log_target(name, z))(z)
         draws = Draws(z[None, None], jnp.log(z / q.mean)[None])
-        return jnp.concatenate(getattr(q, estimator)(draws, slope[None, None]).directions)
+        return jnp.concatenate(
+            getattr(q, estimator)(draws, slope[None, None], jnp.zeros(1)).directions
+        )
 
     return params * (weights @ at(z))
 
@@ -494,7 +496,7 @@ def expected_directions_of_two(name, params, estimator):
         rows = jnp.stack([first, second])[:, None]
         slopes = jax.vmap(jax.grad(lambda z: neg_log_target(name, z[0])))(rows)
         draws = Draws(rows, jnp.log(rows / q.mean))
-        return jnp.concatenate(getattr(q, estimator)(draws, slopes).directions)
+        return jnp.concatenate(getattr(q, estimator)(draws, slopes, jnp.zeros(2)).directions)
 
     each = jax.vmap(jax.vmap(at, (None, 0)), (0, None))(z, z)
     return params * jnp.einsum("i,j,ijk->k", weights, weights, each)

@@ -11,7 +11,7 @@ scalar function of the spectrum that `curvature` explains.
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
 from iblr.families import curvature as curvature_
-from iblr.families.base import AbstractFamily, Draws, StepInfo
+from iblr.families.base import AbstractFamily, Defaults, Draws, StepInfo, modest_steps
 from iblr.families.curvature import Dense, Diagonal, LowRank, Parameterisation, RootChange
 from iblr.status import Status
 
@@ -41,6 +41,8 @@ class GaussianTangent(eqx.Module):
 class AbstractGaussian(AbstractFamily):
     """A Gaussian with some root of its covariance."""
 
+    needs_inverse: ClassVar[bool] = False  # whether T must come with its inverse
+
     if TYPE_CHECKING:
 
         @property
@@ -50,7 +52,7 @@ class AbstractGaussian(AbstractFamily):
     else:
         log_det: eqx.AbstractVar[Float[Array, ""]]
 
-    # The root, in five verbs; vectors are rows.
+    # The root, in six verbs; vectors are rows.
 
     @abc.abstractmethod
     def colour(self, rows: Float[Array, "M d"]) -> Float[Array, "M d"]:
@@ -63,6 +65,10 @@ class AbstractGaussian(AbstractFamily):
     @abc.abstractmethod
     def standardise(self, rows: Float[Array, "M d"]) -> Float[Array, "M d"]:
         """Rows x to x A^-1: the noise that `colour` would turn into x."""
+
+    @abc.abstractmethod
+    def unwhiten(self, rows: Float[Array, "M d"]) -> Float[Array, "M d"]:
+        """Rows y to y A^-T: the slopes that `whiten` would turn into y."""
 
     @abc.abstractmethod
     def root(self) -> Float[Array, "d d"]:
@@ -92,8 +98,8 @@ class AbstractGaussian(AbstractFamily):
         """-K for the smallest symmetric K of the family with K noise' = change', ridged."""
 
     @abc.abstractmethod
-    def from_hessian(self, hessian: Float[Array, "d d"]) -> Dense | Diagonal:
-        """I - A H A' for a Hessian of the negative log density."""
+    def from_hessian(self, hessian: Float[Array, "d d"], shift: float = 1.0) -> Dense | Diagonal:
+        """shift * I - A H A' for a Hessian of the negative log density."""
 
     @abc.abstractmethod
     def add_prior(
@@ -101,13 +107,29 @@ class AbstractGaussian(AbstractFamily):
     ) -> GaussianTangent:
         """The tangent with the exact term of `weight * log prior` added."""
 
-    def rep(self, draws: Draws, slopes: Float[Array, "M d"]) -> GaussianTangent:
+    def rep(
+        self, draws: Draws, slopes: Float[Array, "M d"], values: Float[Array, " M"]
+    ) -> GaussianTangent:
         """Ghat = I - sym(E'Y) / M, the paper's "-rep", [LSK20] eq. gauss_cov_rep."""
         Y = self.whiten(slopes)
         curvature = self.low_rank(1.0, draws.noise / len(Y), Y)
         return GaussianTangent(slopes.mean(0), Y.mean(0), curvature)
 
-    def stl(self, draws: Draws, slopes: Float[Array, "M d"]) -> GaussianTangent:
+    def hess(
+        self,
+        draws: Draws,
+        slopes: Float[Array, "M d"],
+        values: Float[Array, " M"],
+        hessians: Float[Array, "M d d"],
+    ) -> GaussianTangent:
+        """Ghat = I - A H A' with H the mean Hessian, the paper's "-hess", eq. gauss_cov_hess."""
+        gradient = slopes.mean(0)
+        curvature = self.from_hessian(hessians.mean(0))
+        return GaussianTangent(gradient, self.whiten(gradient[None])[0], curvature)
+
+    def stl(
+        self, draws: Draws, slopes: Float[Array, "M d"], values: Float[Array, " M"]
+    ) -> GaussianTangent:
         """Ghat = -sym(E'D) / P with D = (Y+ - Y-)/2 - E, [LSK20] eq. mog_cov_rep at K = 1."""
         gradient, whitened, D = self.differences(draws, slopes)
         curvature = self.low_rank(0.0, draws.noise / len(draws.noise), D)
@@ -155,9 +177,9 @@ class AbstractGaussian(AbstractFamily):
         """The marginal standard deviations."""
         return jnp.sqrt(self.variances)
 
-    @abc.abstractmethod
     def times_precision(self, row: Float[Array, " d"]) -> Float[Array, " d"]:
         """S x."""
+        return self.unwhiten(self.standardise(row[None]))[0]
 
     @property
     @abc.abstractmethod
@@ -165,7 +187,7 @@ class AbstractGaussian(AbstractFamily):
         """The diagonal of S."""
 
     @abc.abstractmethod
-    def expected_square(self, q: "AbstractGaussian") -> Float[Array, ""]:
+    def expected_square(self, q: Any) -> Float[Array, ""]:
         """E_q of the squared Mahalanobis distance from this Gaussian."""
 
     # The family contract.
@@ -180,6 +202,13 @@ class AbstractGaussian(AbstractFamily):
         """That of the mean."""
         return self.dim
 
+    @property
+    def defaults(self) -> Defaults:
+        """Modest steps for a Gaussian over real parameters."""
+        if not self.structure.is_real:
+            return super().defaults
+        return Defaults(lambda num_steps: modest_steps, False, 8)
+
     def draw(self, key: Key[Array, ""], num: int, antithetic: bool = False) -> Draws:
         """mu + E A, or mu +- E A with half as many rows E."""
         rows = num // 2 if antithetic else num
@@ -191,11 +220,11 @@ class AbstractGaussian(AbstractFamily):
 
     def log_prob_of_draws(self, draws: Draws) -> Float[Array, " M"]:
         """log q at independent draws, which needs only the noise."""
-        return self._log_prob_of_noise(draws.noise)
+        return self.log_prob_of_noise(draws.noise)
 
     def log_prob_rows(self, rows: Float[Array, "M d"]) -> Float[Array, " M"]:
         """log q at any coordinates."""
-        return self._log_prob_of_noise(self.standardise(rows - self.mean))
+        return self.log_prob_of_noise(self.standardise(rows - self.mean))
 
     def intervals(self, probability: float) -> tuple[PyTree, PyTree]:
         """In closed form where every leaf is real."""
@@ -204,7 +233,8 @@ class AbstractGaussian(AbstractFamily):
         reach = jax.scipy.special.ndtri(0.5 * (1 + probability)) * self.standard_deviations
         return tuple(map(self.structure.unravel, (self.mean - reach, self.mean + reach)))
 
-    def _log_prob_of_noise(self, noise: Float[Array, "M d"]) -> Float[Array, " M"]:
+    def log_prob_of_noise(self, noise: Float[Array, "M d"]) -> Float[Array, " M"]:
+        """log q at mu + noise A."""
         return -0.5 * (jnp.sum(noise**2, axis=-1) + self.log_det + self.dim * jnp.log(2 * jnp.pi))
 
     def entropy(self) -> Float[Array, ""]:
@@ -219,9 +249,9 @@ class AbstractGaussian(AbstractFamily):
             )
         return -self.entropy() - other.expected_log_prob(self)
 
-    def expected_log_prob(self, q: "AbstractGaussian") -> Float[Array, ""]:
-        """E_q[log self(z)] in closed form."""
-        if not isinstance(q, AbstractGaussian) or q.dim != self.dim:
+    def expected_log_prob(self, q: Any) -> Float[Array, ""]:
+        """E_q[log self(z)] in closed form, for q with a root of its covariance."""
+        if not hasattr(q, "root") or q.dim != self.dim:
             raise ValueError(
                 f"`expected_log_prob(q)` of a Gaussian needs a Gaussian q over as many coordinates "
                 f"({self.dim}), but got {getattr(q, 'name', q)}. Pass a prior as a function: "
@@ -276,6 +306,8 @@ class AbstractGaussian(AbstractFamily):
         t_curvature: Float[Array, ""],
         rule: curvature_.Rule,
     ) -> tuple["AbstractGaussian", StepInfo]:
+        if self.needs_inverse:
+            rule = rule._replace(is_polynomial=False)
         change = tangent.curvature.change(t_curvature, rule)
         step = t * tangent.whitened
         mean_shrunk = jnp.ones((), step.dtype)
@@ -292,10 +324,8 @@ class AbstractGaussian(AbstractFamily):
         status = Status.where(
             moved, Status.ok, Status.where(finite & ~inside, Status.left_set, Status.nonfinite)
         )
-        limited = jnp.where(moved, change.limited, 0)
-        return family, StepInfo(
-            status, limited, change.shrunk, mean_shrunk, jnp.zeros((), jnp.int32)
-        )
+        limited, none = jnp.where(moved, change.limited, 0), jnp.zeros((), jnp.int32)
+        return family, StepInfo(status, limited, change.shrunk, mean_shrunk, none, none)
 
 
 def _safe_norm(x: Float[Array, " d"]) -> Float[Array, ""]:

@@ -221,3 +221,24 @@ def split_indices(
     if others.size == 0:
         raise ValueError("`conditional(indices, ...)` fixes every coordinate; leave one free.")
     return indices, others, values
+
+
+def log_simplex(
+    call: str, weights: ArrayLike | None, count: int, dtype: Any
+) -> Float[Array, " count"]:
+    """The logarithms of `count` positive weights that sum to one; of equal ones for None."""
+    if weights is None:
+        return jnp.full(count, -np.log(count), dtype)
+    weights = jnp.asarray(weights, dtype)
+    if weights.shape != (count,):
+        raise ValueError(
+            f"`{call}(weights=...)` needs {count} weights, one a component, but got shape "
+            f"{weights.shape}."
+        )
+    check_positive(call, "weights", weights)
+    if not isinstance(weights, Tracer) and abs(float(weights.sum()) - 1) > 1e-3:
+        raise ValueError(
+            f"`{call}(weights=...)` must sum to one, but sums to {float(weights.sum()):.4g}. "
+            "Divide by the sum if that is what you mean."
+        )
+    return jax.nn.log_softmax(jnp.log(weights))

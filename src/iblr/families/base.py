@@ -1,12 +1,13 @@
 """The contract of a family: what the estimators, the rule, the loop and the posterior rely on."""
 
 import abc
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree
 
 from iblr.families.curvature import Parameterisation
 from iblr.status import Status
@@ -24,6 +25,8 @@ class StepInfo(NamedTuple):
             of positive parameters, or by which a line search cut the step (1: not at all).
         mean_shrunk: the factor by which the step of the mean was scaled.
         halvings: how often a step was halved because no theorem keeps it inside the set.
+        excluded: draws left out because the target was not finite there; a family that cannot do
+            without them refuses the step instead.
     """
 
     status: Status
@@ -31,6 +34,7 @@ class StepInfo(NamedTuple):
     shrunk: Float[Array, ""]
     mean_shrunk: Float[Array, ""]
     halvings: Int[Array, ""]
+    excluded: Int[Array, ""]
 
     @property
     def refused(self):
@@ -43,6 +47,45 @@ class Draws(NamedTuple):
 
     rows: Float[Array, "M d"]
     noise: Any
+
+
+class Defaults(NamedTuple):
+    """What `iblr.fit` takes for a family where nothing is said, as measured in benchmarks.
+
+    Attributes:
+        step_size: the schedule of t for a number of steps.
+        trust_region: whether the improved rule bounds the change of one step.
+        pairs: those of `Stl`.
+    """
+
+    step_size: Callable[[int], Callable[[ArrayLike], Float[Array, ""]]]
+    trust_region: bool
+    pairs: int
+
+
+def modest_steps(step: ArrayLike) -> Float[Array, ""]:
+    """min(1/10, 2 / (10 + k)): large steps first, then an average of natural parameters."""
+    return jnp.minimum(0.1, 2 / (10.0 + step))
+
+
+def bold_steps(step: ArrayLike) -> Float[Array, ""]:
+    """min(1/2, 5 / (10 + k)), for use with a trust region."""
+    return jnp.minimum(0.5, 5 / (10.0 + step))
+
+
+class SettlingSteps(eqx.Module):
+    """`largest` for two fifths of all steps, then linearly to zero."""
+
+    largest: Float[Array, ""]
+    num_steps: Float[Array, ""]
+
+    def __init__(self, largest: float, num_steps: int):
+        self.largest, self.num_steps = jnp.asarray(largest), jnp.asarray(float(num_steps))
+
+    def __call__(self, step: ArrayLike) -> Float[Array, ""]:
+        """t at a step; not below a thousandth, where more steps are taken than were planned."""
+        left = (1 - jnp.asarray(step) / self.num_steps) / 0.6
+        return self.largest * jnp.clip(left, 1e-3, 1.0)
 
 
 MARGINAL_DRAWS = 4000
@@ -81,6 +124,21 @@ class AbstractFamily(eqx.Module):
         return 0
 
     @property
+    def groups(self) -> int:
+        """Groups of draws that `draw_pairs` makes: the components of a mixture."""
+        return 1
+
+    @property
+    def centres(self) -> Float[Array, "n d"]:
+        """Where a fit starts: the target must be finite at one of these points."""
+        return self.mean[None]
+
+    @property
+    def defaults(self) -> Defaults:
+        """What `iblr.fit` takes where nothing is said."""
+        return Defaults(lambda num_steps: bold_steps, True, 8)
+
+    @property
     @abc.abstractmethod
     def dtype(self) -> Any:
         """The floating-point type of the parameters."""
@@ -112,6 +170,13 @@ class AbstractFamily(eqx.Module):
     @abc.abstractmethod
     def draw(self, key: Key[Array, ""], num: int, antithetic: bool = False) -> Draws:
         """`num` draws of x; `antithetic` ones come in pairs where the family has a symmetry."""
+
+    def draw_pairs(self, key: Key[Array, ""], pairs: int, reuse: bool = False) -> Draws:
+        """Antithetic draws for `stl`, `pairs` of them in every group.
+
+        With `reuse` the draws of all groups serve every group, by importance weights.
+        """
+        return self.draw(key, 2 * pairs, antithetic=True)
 
     @abc.abstractmethod
     def log_prob_of_draws(self, draws: Draws) -> Float[Array, " M"]:
@@ -178,12 +243,28 @@ class AbstractFamily(eqx.Module):
     # From slopes of -log p at draws to the natural gradient of the negative ELBO.
 
     @abc.abstractmethod
-    def rep(self, draws: Draws, slopes: Float[Array, "M d"]) -> Any:
-        """The tangent from slopes at independent draws, with the entropy's part exact."""
+    def rep(self, draws: Draws, slopes: Float[Array, "M d"], values: Float[Array, " M"]) -> Any:
+        """The tangent at independent draws, with the entropy's part exact.
+
+        `slopes` are gradients of lbar = -log p, `values` those of log p.
+        """
 
     @abc.abstractmethod
-    def stl(self, draws: Draws, slopes: Float[Array, "M d"]) -> Any:
-        """The tangent from slopes at `antithetic` draws, with log q differentiated there too."""
+    def stl(self, draws: Draws, slopes: Float[Array, "M d"], values: Float[Array, " M"]) -> Any:
+        """The tangent at draws of `draw_pairs`, with log q differentiated there too."""
+
+    def hess(
+        self,
+        draws: Draws,
+        slopes: Float[Array, "M d"],
+        values: Float[Array, " M"],
+        hessians: Float[Array, "M d d"],
+    ) -> Any:
+        """The tangent at independent draws from exact Hessians of lbar."""
+        raise ValueError(
+            f"`Hess` estimates the curvature of a Gaussian, but got a {self.name}. Use "
+            "`iblr.Stl(pairs=...)` or `iblr.Rep(samples=...)`, which serve every family."
+        )
 
     @abc.abstractmethod
     def add_prior(self, tangent: Any, prior: Any, weight: Float[Array, ""]) -> Any:

@@ -121,6 +121,21 @@ class RootChange(NamedTuple):
         """`core` times the given rows."""
         return self.core[:, None] * rows if self.core.ndim == 1 else matmul(self.core, rows)
 
+    def if_ok(self, ok: Bool[Array, ""]) -> "RootChange":
+        """T where `ok` holds, the identity elsewhere."""
+        assert self.rows is not None
+        return self._replace(
+            rows=jnp.where(ok, self.rows, 0),
+            core=jnp.where(ok, self.core, 0),
+            rest=jnp.where(ok, self.rest, 1),
+        )
+
+    def inverse(self) -> "RootChange":
+        """T^-1, for orthonormal rows and a diagonal core."""
+        assert self.core.ndim == 1
+        core = -self.core / (self.rest * (self.rest + self.core))
+        return self._replace(core=core, rest=1 / self.rest, log_det=-self.log_det)
+
     def apply(self, row: Float[Array, " d"]) -> Float[Array, " d"]:
         """T times one vector."""
         if self.rows is None:
@@ -194,6 +209,10 @@ class LowRank(eqx.Module):
         d = self.left.shape[1]
         half = 0.5 * matmul(self.left.T, self.right)
         return Dense(self.shift * jnp.eye(d, dtype=half.dtype) - half - half.T)
+
+    def plus(self, other: "LowRank | Dense | Diagonal") -> "Dense":
+        """The sum of two operators."""
+        return self.dense().plus(other)
 
     def diagonal(self) -> Float[Array, " d"]:
         """The diagonal of the operator."""
@@ -276,6 +295,10 @@ class Dense(eqx.Module):
         """The operator itself."""
         return self
 
+    def plus(self, other: "LowRank | Dense | Diagonal") -> "Dense":
+        """The sum of two operators."""
+        return Dense(self.matrix + other.dense().matrix)
+
     def diagonal(self) -> Float[Array, " d"]:
         """The diagonal of the matrix."""
         return jnp.diagonal(self.matrix)
@@ -298,6 +321,10 @@ class Diagonal(eqx.Module):
     def dense(self) -> Dense:
         """The same operator as a matrix."""
         return Dense(jnp.diag(self.values))
+
+    def plus(self, other: "LowRank | Dense | Diagonal") -> "Diagonal":
+        """The sum of two operators, on the diagonal."""
+        return Diagonal(self.values + other.diagonal())
 
     def diagonal(self) -> Float[Array, " d"]:
         """The entries."""

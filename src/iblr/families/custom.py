@@ -168,7 +168,9 @@ class Custom(AbstractFamily):
             f"A {self.name} has no exact term as a prior. Pass `prior=prior.log_prob` to `Target`."
         )
 
-    def rep(self, draws: Draws, slopes: Float[Array, "M d"]) -> CustomTangent:
+    def rep(
+        self, draws: Draws, slopes: Float[Array, "M d"], values: Float[Array, " M"]
+    ) -> CustomTangent:
         """The reparameterised gradient of lbar, that of the entropy by the user's formula."""
         if self.definition.entropy is None:
             raise ValueError(
@@ -181,7 +183,9 @@ class Custom(AbstractFamily):
         )(self.vectors)
         return self._tangent(tuple(g - h for g, h in zip(gradients, of_entropy, strict=True)))
 
-    def stl(self, draws: Draws, slopes: Float[Array, "M d"]) -> CustomTangent:
+    def stl(
+        self, draws: Draws, slopes: Float[Array, "M d"], values: Float[Array, " M"]
+    ) -> CustomTangent:
         """The reparameterised gradient of b(z) = lbar(z) + log q(z), q held in log q."""
         score = jax.grad(lambda rows: self.log_prob_rows(rows).sum())(draws.rows)
         return self._tangent(self._reparameterised(draws, slopes + score))
@@ -313,7 +317,7 @@ class Custom(AbstractFamily):
         family = eqx.tree_at(lambda q: q.vectors, self, kept)
         none = jnp.zeros((), jnp.int32)
         halvings = jnp.where(finite, counts.sum(), 0)
-        return family, StepInfo(status, none, shares.min(), shares.min(), halvings)
+        return family, StepInfo(status, none, shares.min(), shares.min(), halvings, none)
 
 
 def _halvings(inside: Callable, t: Float[Array, ""], finite: Bool[Array, ""]) -> Int[Array, ""]:

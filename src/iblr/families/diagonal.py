@@ -79,6 +79,10 @@ class DiagonalGaussian(AbstractGaussian):
         """Rows x to x / sigma."""
         return rows / self.scale
 
+    def unwhiten(self, rows: Float[Array, "M d"]) -> Float[Array, "M d"]:
+        """Rows y to y / sigma."""
+        return rows / self.scale
+
     def root(self) -> Float[Array, "d d"]:
         """diag(sigma)."""
         return jnp.diag(self.scale)
@@ -110,20 +114,19 @@ class DiagonalGaussian(AbstractGaussian):
         gram = jnp.sum(noise**2, axis=0) + ridge * noise.shape[0]
         return Diagonal(-jnp.sum(noise * change, axis=0) / gram)
 
-    def from_hessian(self, hessian: Float[Array, "d d"]) -> Diagonal:
-        """1 - sigma^2 diag(H)."""
-        return Diagonal(1 - self.scale**2 * jnp.diagonal(hessian))
+    def from_hessian(self, hessian: Float[Array, "d d"], shift: float = 1.0) -> Diagonal:
+        """shift - sigma^2 diag(H)."""
+        return Diagonal(shift - self.scale**2 * jnp.diagonal(hessian))
 
     def add_prior(
         self, tangent: GaussianTangent, prior: AbstractGaussian, weight: Float[Array, ""]
     ) -> GaussianTangent:
         """Exact at O(d) where the prior is diagonal too."""
         gradient = weight * prior.times_precision(self.mean - prior.mean)
-        curvature = tangent.curvature.diagonal() - weight * self.scale**2 * prior.precision_diagonal
         return GaussianTangent(
             tangent.gradient + gradient,
             tangent.whitened + self.scale * gradient,
-            Diagonal(curvature),
+            tangent.curvature.plus(Diagonal(-weight * self.scale**2 * prior.precision_diagonal)),
         )
 
     @property
@@ -146,16 +149,12 @@ class DiagonalGaussian(AbstractGaussian):
         """diag(1/sigma^2)."""
         return jnp.diag(self.scale**-2)
 
-    def times_precision(self, row: Float[Array, " d"]) -> Float[Array, " d"]:
-        """The row over sigma^2."""
-        return row / self.scale**2
-
     @property
     def precision_diagonal(self) -> Float[Array, " d"]:
         """1/sigma^2."""
         return self.scale**-2
 
-    def expected_square(self, q: AbstractGaussian) -> Float[Array, ""]:
+    def expected_square(self, q: Any) -> Float[Array, ""]:
         """E_q |(z - mu) / sigma|^2."""
         return jnp.sum((q.variances + (q.mean - self.mean) ** 2) / self.scale**2)
 

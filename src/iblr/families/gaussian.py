@@ -22,16 +22,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
+from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from iblr.families import arguments
-from iblr.families.abstract_gaussian import AbstractGaussian, GaussianTangent, all_finite
-from iblr.families.curvature import Dense, LowRank, RootChange
-from iblr.linalg import add_low_rank, matmul
+from iblr.families.curvature import RootChange
+from iblr.families.dense_gaussian import AbstractDenseGaussian
+from iblr.linalg import matmul
 from iblr.structure import Structure
 
 
-class Gaussian(AbstractGaussian):
+class Gaussian(AbstractDenseGaussian):
     """A Gaussian with a full covariance.
 
     Attributes:
@@ -92,106 +92,23 @@ class Gaussian(AbstractGaussian):
         log_det = -2 * jnp.log(jnp.diagonal(L)).sum()
         return Gaussian(mean=mean, factor=factor, log_det=log_det, structure=structure)
 
-    def colour(self, rows: Float[Array, "M d"]) -> Float[Array, "M d"]:
-        """Rows eps to eps A."""
-        return matmul(rows, self.factor)
-
-    def whiten(self, rows: Float[Array, "M d"]) -> Float[Array, "M d"]:
-        """Rows w to w A'."""
-        return matmul(rows, self.factor.T)
-
     def standardise(self, rows: Float[Array, "M d"]) -> Float[Array, "M d"]:
         """Rows x to x A^-1, by a solve."""
         return jnp.linalg.solve(self.factor.T, rows.T).T
 
-    def root(self) -> Float[Array, "d d"]:
-        """A."""
-        return self.factor
+    def unwhiten(self, rows: Float[Array, "M d"]) -> Float[Array, "M d"]:
+        """Rows y to y A^-T, by a solve."""
+        return jnp.linalg.solve(self.factor, rows.T).T
 
-    def rescaled(
-        self, change: RootChange, step: Float[Array, " d"], ok: Bool[Array, ""]
-    ) -> tuple["Gaussian", Bool[Array, ""]]:
-        """One pass over A for the rows of T and the step of the mean, one to write T A."""
-        assert change.rows is not None
-        left = jnp.where(ok, change.rows, 0)
-        coloured = self.colour(jnp.concatenate([left, jnp.where(ok, step, 0)[None]]))
-        mean = self.mean - coloured[-1]
-        ok = ok & all_finite(coloured, mean)
-        right = jnp.where(ok, change.times_core(coloured[:-1]), 0)
-        family = Gaussian(
-            mean=jnp.where(ok, mean, self.mean),
-            factor=add_low_rank(jnp.where(ok, change.rest, 1), self.factor, left, right),
-            log_det=self.log_det + jnp.where(ok, 2 * change.log_det, 0),
-            structure=self.structure,
-        )
-        return family, ok
-
-    def low_rank(
-        self, shift: float, left: Float[Array, "M d"], right: Float[Array, "M d"]
-    ) -> LowRank:
-        """Ghat = shift * I - sym(left' right)."""
-        return LowRank(jnp.asarray(shift, left.dtype), left, right)
-
-    def secant(
-        self, noise: Float[Array, "P d"], change: Float[Array, "P d"], ridge: float
-    ) -> LowRank:
-        """K = sym(L'R), L = (E E' + rho I)^-1 E, R = 2D - (D E') L, for noise E and change D.
-
-        As rho -> 0, K is the symmetric matrix of smallest Frobenius norm with K E' = D'.
-        """
-        P, d = noise.shape
-        gram = matmul(noise, noise.T) + ridge * max(d, P) * jnp.eye(P, dtype=noise.dtype)
-        left = jnp.linalg.solve(gram, noise)
-        return self.low_rank(0.0, left, 2 * change - matmul(matmul(change, noise.T), left))
-
-    def from_hessian(self, hessian: Float[Array, "d d"]) -> Dense:
-        """I - A H A', made symmetric."""
-        whitened = matmul(matmul(self.factor, hessian), self.factor.T)
-        identity = jnp.eye(self.dim, dtype=whitened.dtype)
-        return Dense(identity - 0.5 * (whitened + whitened.T))
-
-    def add_prior(
-        self, tangent: GaussianTangent, prior: AbstractGaussian, weight: Float[Array, ""]
-    ) -> GaussianTangent:
-        """The exact prior is not of low rank, so the result is dense: O(d^3) a step."""
-        gradient = weight * prior.times_precision(self.mean - prior.mean)
-        relative = prior.standardise(self.factor)
-        curvature = tangent.curvature.dense().matrix - weight * matmul(relative, relative.T)
-        return GaussianTangent(
-            tangent.gradient + gradient,
-            tangent.whitened + self.whiten(gradient[None])[0],
-            Dense(curvature),
-        )
-
-    @property
-    def variances(self) -> Float[Array, " d"]:
-        """The diagonal of the covariance."""
-        return jnp.sum(self.factor**2, axis=0)
-
-    @property
-    def covariance(self) -> Float[Array, "d d"]:
-        """Sigma = A'A."""
-        return matmul(self.factor.T, self.factor)
-
-    @property
-    def precision(self) -> Float[Array, "d d"]:
-        """S = A^-1 A^-T."""
-        inverse = self.standardise(jnp.eye(self.dim, dtype=self.factor.dtype))
-        return matmul(inverse, inverse.T)
-
-    def times_precision(self, row: Float[Array, " d"]) -> Float[Array, " d"]:
-        """S x, by two solves."""
-        return jnp.linalg.solve(self.factor, self.standardise(row[None])[0])
-
-    @property
-    def precision_diagonal(self) -> Float[Array, " d"]:
-        """The diagonal of S."""
-        return jnp.sum(self.standardise(jnp.eye(self.dim, dtype=self.factor.dtype)) ** 2, axis=1)
-
-    def expected_square(self, q: AbstractGaussian) -> Float[Array, ""]:
-        """E_q |(z - mu) A^-1|^2."""
-        rows = jnp.concatenate([q.root(), (q.mean - self.mean)[None]])
-        return jnp.sum(self.standardise(rows) ** 2)
+    def with_root(
+        self,
+        mean: Float[Array, " d"],
+        factor: Float[Array, "d d"],
+        log_det: Float[Array, ""],
+        change: RootChange,
+    ) -> "Gaussian":
+        """Nothing else is stored."""
+        return Gaussian(mean=mean, factor=factor, log_det=log_det, structure=self.structure)
 
     def refreshed(self) -> tuple["Gaussian", Float[Array, ""]]:
         """`log_det` recomputed from the factor, and how far it had drifted."""

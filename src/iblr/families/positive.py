@@ -229,12 +229,12 @@ class AbstractPositive(AbstractFamily):
                 "function: `prior=prior.log_prob`."
             )
 
-    def rep(self, draws: Draws, slopes: Rows) -> PositiveTangent:
+    def rep(self, draws: Draws, slopes: Rows, values: Float[Array, " M"]) -> PositiveTangent:
         """Implicit reparameterisation for lbar, the gradient of the entropy exact."""
         tangent = self._from_slopes(draws, draws.rows * slopes)
         return self._plus(tangent, lambda q: -q.entropy())
 
-    def stl(self, draws: Draws, slopes: Rows) -> PositiveTangent:
+    def stl(self, draws: Draws, slopes: Rows, values: Float[Array, " M"]) -> PositiveTangent:
         """Implicit reparameterisation for b(z) = lbar(z) + log q(z), q held in log q."""
         return self._from_slopes(draws, draws.rows * slopes + self.log_density_slopes(draws.noise))
 
@@ -375,7 +375,7 @@ class AbstractPositive(AbstractFamily):
         )
         none = jnp.zeros((), jnp.int32)
         underflows = none if tangent.underflows is None else tangent.underflows
-        return self.with_blocks(kept), StepInfo(status, underflows, shrunk, shrunk, none)
+        return self.with_blocks(kept), StepInfo(status, underflows, shrunk, shrunk, none, none)
 
 
 @jax.custom_jvp

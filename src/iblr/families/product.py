@@ -177,18 +177,22 @@ class Product(AbstractFamily):
         self._check_same_parts("expected_log_prob(q)", q)
         return self._sum(lambda name, part: part.expected_log_prob(q.parts[name]))
 
-    def rep(self, draws: Draws, slopes: Float[Array, "M d"]) -> ProductTangent:
+    def rep(
+        self, draws: Draws, slopes: Float[Array, "M d"], values: Float[Array, " M"]
+    ) -> ProductTangent:
         """Every part from its own columns of the slopes."""
         split = self._split(slopes)
         return ProductTangent(
-            self._each(lambda name, part: part.rep(draws.noise[name], split[name]))
+            self._each(lambda name, part: part.rep(draws.noise[name], split[name], values))
         )
 
-    def stl(self, draws: Draws, slopes: Float[Array, "M d"]) -> ProductTangent:
+    def stl(
+        self, draws: Draws, slopes: Float[Array, "M d"], values: Float[Array, " M"]
+    ) -> ProductTangent:
         """Every part from its own columns of the slopes."""
         split = self._split(slopes)
         return ProductTangent(
-            self._each(lambda name, part: part.stl(draws.noise[name], split[name]))
+            self._each(lambda name, part: part.stl(draws.noise[name], split[name], values))
         )
 
     def add_prior(
@@ -294,6 +298,7 @@ class Product(AbstractFamily):
             jnp.stack([info.shrunk for info in infos]).min(),
             jnp.stack([info.mean_shrunk for info in infos]).min(),
             jnp.stack([info.halvings for info in infos]).sum(),
+            jnp.stack([info.excluded for info in infos]).max(),
         )
 
     def _parameterisation(self, part: AbstractFamily, chosen: Parameterisation) -> Parameterisation:
