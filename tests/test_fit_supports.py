@@ -86,6 +86,7 @@ every_support = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @every_support
 def test_a_fit_on_a_support_is_the_fit_done_by_hand_over_coordinates(support, target, like):
     start = DiagonalGaussian.standard(like=like, support=support)
@@ -232,6 +233,7 @@ def over_coordinates(function, *, jacobian):
     return wrapped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "batch_size, temperature", [pytest.param(None, 1.0, marks=pytest.mark.slow), (4, 2.5)]
 )
@@ -263,6 +265,7 @@ def test_a_tempered_density_is_that_of_points():
     np.testing.assert_allclose(posterior.family.variances, variances, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [iblr.Stl(pairs=4), iblr.Rep(samples=4), iblr.Hess()])
 def test_a_prior_on_the_same_support_is_exact(estimator):
     prior = normal_1d(iblr.positive, mean=-0.5, variance=2.0)

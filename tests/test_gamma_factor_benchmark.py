@@ -96,6 +96,7 @@ def test_log_likelihood_and_loss_are_those_of_a_gaussian(factor):
     assert math.isnan(factor.log_loss(np.full((5, 5), np.nan), np.eye(5)))
 
 
+@pytest.mark.slow
 def test_gradients_at_the_papers_size_are_exact_enough_in_float32(factor):
     rng = np.random.default_rng(2)
     W = rng.gamma(1.0, size=(39, 39))

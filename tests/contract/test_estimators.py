@@ -305,6 +305,7 @@ def test_a_given_hessian_of_the_wrong_shape_is_refused():
 # Low rank and dense.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [Rep(2), Stl(2), Secant(2)], ids=["rep", "stl", "secant"])
 def test_the_low_rank_and_the_dense_path_take_the_same_step(estimator, x64):
     q = member("gaussian-7")

@@ -107,6 +107,7 @@ def test_a_fit_without_options_finds_both_modes():
     assert "GaussianMixture over 2 parameters" in str(posterior)
 
 
+@pytest.mark.slow
 def test_weights_stay_where_they_are_not_learned():
     posterior = quick_fit(log_density, example(learn_weights=False))
     np.testing.assert_array_equal(posterior.family.log_weights, example().log_weights)
@@ -122,6 +123,7 @@ def test_an_interrupted_fit_goes_on_with_the_same_bits():
     )
 
 
+@pytest.mark.slow
 def test_several_starts_are_one_fit():
     keys = jax.random.split(KEY, 3)
     starts = stacked([GaussianMixture.init(key, 2, 2) for key in keys])
@@ -148,6 +150,7 @@ def test_draws_where_the_target_is_nan_are_left_out_and_counted(reuse):
     assert "draws left out" in str(posterior)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "estimator", [iblr.Stl(pairs=1), iblr.Rep(samples=4), iblr.Hess(samples=4)]
 )

@@ -53,6 +53,7 @@ def test_parts_are_kept_by_name_and_in_the_order_of_the_names():
     ]
 
 
+@pytest.mark.slow
 def test_a_draw_has_a_point_of_every_part():
     q = make()
     z = q.sample(KEY, 5)
@@ -299,6 +300,7 @@ def likelihood(z):
     return -0.3 * z["tau"] * (z["w"] ** 2).sum() + jnp.log(z["tau"])
 
 
+@pytest.mark.slow
 def test_a_product_is_an_exact_prior_of_a_product():
     q = Product({"tau": Exponential(1.5), "w": make(0)["w"]})
     prior = Product({"tau": Gamma(1.2, 3.0), "w": make(1)["w"]})

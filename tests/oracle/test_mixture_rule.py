@@ -257,6 +257,7 @@ def assert_is_the_papers_step(q, tangent, t):
         np.testing.assert_allclose(A @ B, np.eye(5), atol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_second_order_term_of_the_weights_is_that_of_geometry(x64):
     q = dataclasses.replace(mixture(3, 4, 1), curved_weights=True)
     new, _ = improved_step(q, tangent := estimated(Stl(pairs=1), q), jnp.asarray(0.3))
@@ -267,8 +268,11 @@ def test_the_second_order_term_of_the_weights_is_that_of_geometry(x64):
     np.testing.assert_allclose(new.log_weights[:-1] - new.log_weights[-1], expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("apart", [0.0, 1.0, 1e6])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+FAR = pytest.param(1e6, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("apart", [pytest.param(0.0, marks=pytest.mark.slow), 1.0, FAR])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
 def test_components_stay_positive_definite_at_any_step_size(dtype, apart):
     """K up to 10, step sizes 1e-3 to 1e3, curvatures up to 1e6 in whitened units."""
     cases = 1200

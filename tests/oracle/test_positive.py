@@ -527,6 +527,7 @@ def test_expected_tangents_are_natural_gradients(name, params):
         np.testing.assert_allclose(actual, natural, rtol=1e-6)
 
 
+@pytest.mark.slow
 @x64
 @pytest.mark.parametrize("name, params", [("gamma", (2.5, 0.6)), ("inverse gaussian", (0.7, 1.3))])
 def test_the_covariance_of_two_draws_is_as_good_as_the_mean_of_one(name, params):

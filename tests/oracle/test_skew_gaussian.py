@@ -155,6 +155,7 @@ def test_every_estimator_averages_to_the_natural_gradient(kind, x64):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_term_of_a_gaussian_prior_is_exact(x64):
     q, prior = member(1, 2), Gaussian.from_covariance(0.3 * jnp.ones(2), 2 * jnp.eye(2) + 0.5)
     flat = Target(log_likelihood=lambda z: 0.0 * z.sum(), prior=prior)
@@ -278,6 +279,7 @@ def test_no_step_leaves_the_set(dtype):
         assert ok.all() and finite.all() and (smallest > 0).all()
 
 
+@pytest.mark.slow
 def test_a_fit_reaches_a_skew_gaussian_and_beats_the_gaussian():
     truth = SkewGaussian.from_parameters(jnp.array([1.0]), jnp.array([[0.3]]), jnp.array([2.0]))
     posterior = iblr.fit(truth.log_prob, SkewGaussian.standard(1), key=KEY)
