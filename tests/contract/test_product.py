@@ -438,11 +438,8 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param(options, id=name, marks=pytest.mark.slow) for name, options in OPTIONS.items()],
-)
 @pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_way_to_fit_reaches_the_fixed_point(options):
     mean, precision, shape, rate = coordinate_ascent()
     posterior = iblr.fit(

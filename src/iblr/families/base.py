@@ -312,6 +312,17 @@ class AbstractFamily(eqx.Module):
         """The family with derived quantities recomputed, and how far they had drifted."""
 
 
+def cut_alike(
+    moved: Callable[[Any], tuple[Any, StepInfo]], line_search: float | None
+) -> tuple[Any, StepInfo]:
+    """The step `moved(1)`; with a line search that of the share which keeps every block inside."""
+    if line_search is None:
+        return moved(1.0)
+    share = moved(1.0)[1].shrunk
+    family, info = moved(share)
+    return family, info._replace(shrunk=share, mean_shrunk=share)
+
+
 def count_draws(call: str, num: int | None) -> int:
     """How many draws a user asked for: one where `num` is None."""
     if num is None:

@@ -39,6 +39,19 @@ class Component(AbstractDenseGaussian):
 
     needs_inverse: ClassVar[bool] = True
 
+    @staticmethod
+    def from_roots(
+        mean: Float[Array, " d"], factor: Float[Array, "d d"], inverse: Float[Array, "d d"]
+    ) -> "Component":
+        """The component with root A = `factor` and B = `inverse`, over flat points."""
+        return Component(
+            mean=mean,
+            factor=factor,
+            inverse=inverse,
+            log_det=2 * jnp.linalg.slogdet(factor)[1],
+            structure=Structure.flat(mean.size),
+        )
+
     def standardise(self, rows: Float[Array, "M d"]) -> Float[Array, "M d"]:
         """Rows x to x B."""
         return matmul(rows, self.inverse)

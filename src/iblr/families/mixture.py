@@ -47,7 +47,14 @@ from jaxtyping import Array, ArrayLike, Float, Key, PyTree
 
 from iblr.families import arguments
 from iblr.families.abstract_gaussian import AbstractGaussian
-from iblr.families.base import AbstractFamily, Defaults, Draws, SettlingSteps, StepInfo
+from iblr.families.base import (
+    AbstractFamily,
+    Defaults,
+    Draws,
+    SettlingSteps,
+    StepInfo,
+    cut_alike,
+)
 from iblr.families.component import Component
 from iblr.families.curvature import Parameterisation
 from iblr.families.diagonal import DiagonalGaussian
@@ -147,9 +154,9 @@ class GaussianMixture(AbstractFamily):
         stacked = _diagonal(means, deviations)
         if not diagonal:
             matrix = jax.vmap(jnp.diag)
-            stacked = _stacked(means, matrix(deviations), matrix(1 / deviations))
-        weights = jnp.full(components, -np.log(components), dtype)
-        return GaussianMixture(stacked, weights, structure, learn_weights)
+            stacked = _full(means, matrix(deviations), matrix(1 / deviations))
+        log_weights = arguments.log_simplex(call, None, components, dtype)
+        return GaussianMixture(stacked, log_weights, structure, learn_weights)
 
     @staticmethod
     def from_moments(
@@ -186,8 +193,8 @@ class GaussianMixture(AbstractFamily):
             arguments.check_positive(call, "covariances", covariances)
             stacked = _diagonal(means, jnp.sqrt(covariances))
         else:
-            L = jnp.stack([arguments.cholesky(call, "covariances", c) for c in covariances])
-            stacked = _stacked(means, jnp.swapaxes(L, 1, 2), jnp.linalg.inv(jnp.swapaxes(L, 1, 2)))
+            factors = jnp.stack([arguments.cholesky(call, "covariances", c).T for c in covariances])
+            stacked = _full(means, factors, jnp.linalg.inv(factors))
         log_weights = arguments.log_simplex(call, weights, K, dtype)
         return GaussianMixture(stacked, log_weights, Structure.flat(d), learn_weights)
 
@@ -236,7 +243,7 @@ class GaussianMixture(AbstractFamily):
             R = jax.vmap(lambda A: jnp.linalg.qr(A, mode="r"))(
                 self.components.factor[:, :, indices]
             )
-            stacked = _stacked(self.components.mean[:, indices], R, jnp.linalg.inv(R))
+            stacked = _full(self.components.mean[:, indices], R, jnp.linalg.inv(R))
         structure = Structure.flat(indices.size)
         return dataclasses.replace(self, components=stacked, structure=structure)
 
@@ -473,11 +480,7 @@ class GaussianMixture(AbstractFamily):
             )(self.components, tangent.components)
             return self._moved(tangent, stepped, share * step_size, False)
 
-        if line_search is None:
-            return moved(1.0)
-        share = moved(1.0)[1].shrunk
-        family, info = moved(share)
-        return family, info._replace(shrunk=share, mean_shrunk=share)
+        return cut_alike(moved, line_search)
 
     def geodesic(
         self,
@@ -538,18 +541,10 @@ def _weighted(weights: Float[Array, " N"], matrices: Float[Array, "N d d"]) -> F
     return jnp.tensordot(weights, matrices, 1, precision="highest")
 
 
+_full = jax.vmap(Component.from_roots)
+
+
 def _diagonal(means: Float[Array, "K d"], scales: Float[Array, "K d"]) -> DiagonalGaussian:
     structure = Structure.flat(means.shape[1])
     make = partial(DiagonalGaussian, structure=structure)
     return jax.vmap(lambda mean, scale: make(mean=mean, scale=scale))(means, scales)
-
-
-def _stacked(
-    means: Float[Array, "K d"], factors: Float[Array, "K d d"], inverses: Float[Array, "K d d"]
-) -> Component:
-    structure = Structure.flat(means.shape[1])
-    log_dets = 2 * jnp.linalg.slogdet(factors)[1]
-    make = partial(Component, structure=structure)
-    return jax.vmap(lambda m, A, B, v: make(mean=m, factor=A, inverse=B, log_det=v))(
-        means, factors, inverses, log_dets
-    )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from iblr.families.abstract_gaussian import AbstractGaussian
-from iblr.families.base import AbstractFamily, Draws, StepInfo
+from iblr.families.base import AbstractFamily, Draws, StepInfo, cut_alike
 from iblr.families.curvature import Parameterisation
 from iblr.status import Status
 from iblr.structure import Structure
@@ -257,11 +257,7 @@ class Product(AbstractFamily):
                 )
             )
 
-        if line_search is None:
-            return moved(1.0)
-        share = moved(1.0)[1].shrunk
-        family, info = moved(share)
-        return family, info._replace(shrunk=share, mean_shrunk=share)
+        return cut_alike(moved, line_search)
 
     def geodesic(
         self,

@@ -109,12 +109,8 @@ class SkewGaussian(AbstractFamily):
         call = "SkewGaussian.standard"
         structure, dtype = arguments.start_structure(call, dim, like, dtype, support)
         identity = jnp.eye(structure.dim, dtype=dtype)
-        return _assembled(
-            jnp.zeros(structure.dim, dtype),
-            identity,
-            jnp.full(structure.dim, 0.1, dtype),
-            structure,
-        )
+        base = Component.from_roots(jnp.zeros(structure.dim, dtype), identity, identity)
+        return SkewGaussian(base, jnp.full(structure.dim, 0.1, dtype), structure)
 
     @staticmethod
     def from_parameters(mu: PyTree, covariance: ArrayLike, alpha: PyTree) -> "SkewGaussian":
@@ -131,7 +127,8 @@ class SkewGaussian(AbstractFamily):
             )
         arguments.check_finite(call, "alpha", skew)
         factor = arguments.cholesky(call, "covariance", matrix).T
-        return _assembled(vector, factor, skew, structure)
+        base = Component.from_roots(vector, factor, jnp.linalg.inv(factor))
+        return SkewGaussian(base, skew, structure)
 
     @property
     def mu(self) -> PyTree:
@@ -172,7 +169,7 @@ class SkewGaussian(AbstractFamily):
     @property
     def standard_deviations(self) -> Float[Array, " d"]:
         """The marginal standard deviations."""
-        return jnp.sqrt(self.base.variances + SPREAD * self.alpha**2)
+        return jnp.sqrt(self.variances)
 
     @property
     def variances(self) -> Float[Array, " d"]:
@@ -400,19 +397,3 @@ def _joined(curvature: Any, rank_one: LowRank) -> Any:
         jnp.concatenate([curvature.left, rank_one.left]),
         jnp.concatenate([curvature.right, rank_one.right]),
     )
-
-
-def _assembled(
-    mean: Float[Array, " d"],
-    factor: Float[Array, "d d"],
-    alpha: Float[Array, " d"],
-    structure: Structure,
-) -> SkewGaussian:
-    base = Component(
-        mean=mean,
-        factor=factor,
-        inverse=jnp.linalg.inv(factor),
-        log_det=2 * jnp.linalg.slogdet(factor)[1],
-        structure=Structure.flat(mean.size),
-    )
-    return SkewGaussian(base, alpha, structure)
