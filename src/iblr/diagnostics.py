@@ -31,6 +31,9 @@ def elbo(
     posterior. With minibatches every draw takes its own, and the standard error includes their
     noise.
 
+    A mixture takes its steps from the draws at which the target is finite. What counts for it is
+    the ELBO of q restricted to those, which adds the logarithm of their share.
+
     Example:
         >>> import iblr, jax
         >>> target = iblr.Target(lambda z: -0.5 * (z**2).sum())
@@ -60,7 +63,10 @@ def elbo(
             expectation = expectation + weight * prior.expected_log_prob(family)
     if expectation is None:
         terms = sampled + known
-        return Elbo(terms.mean(), terms.std() / jnp.sqrt(draws - 1))
+        fine = jnp.isfinite(terms) if family.leaves_out_draws else jnp.ones(draws, bool)
+        count = jnp.where(fine.sum() > 1, fine.sum(), jnp.nan).astype(terms.dtype)
+        mean = terms.mean(where=fine) + jnp.log(count / draws)
+        return Elbo(mean, terms.std(where=fine) / jnp.sqrt(count - 1))
     deviation = known - expectation
     spread = jnp.var(deviation)
     slope = jnp.mean((sampled - sampled.mean()) * deviation) / jnp.where(spread > 0, spread, 1)

@@ -23,6 +23,7 @@ from iblr.families.base import AbstractFamily
 from iblr.history import History, Progress, ProgressLine, Report
 from iblr.loop import Schedule, State, init, step
 from iblr.posterior import Posterior
+from iblr.rounds import Rounds, fit_in_rounds
 from iblr.rule import improved_step
 from iblr.status import Status
 from iblr.target import Target, as_target
@@ -172,30 +173,58 @@ def fit(
             f"`fit(momentum=...)` averages gradients of the means of Gaussians, but got a "
             f"{family.name}. Leave it out, or give the estimator more draws."
         )
-    now: State = _start(family, key, batched)
-    if state is not None:
-        now = _check_state(state, now)
-    if int(jnp.max(now.step)) >= num_steps:
+    start: State = _start(family, key, batched)
+    now = start if state is None else _check_state(state, start)
+    reached = now.state if isinstance(now, Rounds) else now
+    if int(jnp.max(reached.step)) >= num_steps:
         raise ValueError(
             f"`fit(state=..., num_steps=...)` counts steps from the start of the state's run, "
-            f"which has taken {int(jnp.max(now.step))} of {num_steps}. Pass a larger `num_steps`."
+            f"which has taken {int(jnp.max(reached.step))} of {num_steps}. Pass a larger "
+            "`num_steps`."
         )
-    _preflight(target, now.family, key, batched)
-    estimator = Stl(pairs=defaults.pairs) if estimator is None else estimator
+    _preflight(target, reached.family, key, batched)
     options = {
-        "estimator": estimator,
+        "estimator": Stl(pairs=defaults.pairs) if estimator is None else estimator,
         "step_size": step_size if callable(step_size) else jnp.asarray(step_size, float),
         "momentum": None if momentum == 0 else jnp.asarray(momentum, float),
         "trust_region": trust_region,
         "rule": rule,
     }
-    history = History(now.family, int(jnp.max(now.step)), batched)
     line = ProgressLine(progress)
+
+    def run(state: State) -> Posterior:
+        def chunk(state: State, span: Int[Array, "2"]) -> tuple[State, Report]:
+            return _chunk(state, span, target, options, chunk_size, elbo_draws, batched)
+
+        return _run(state, chunk, options, num_steps, chunk_size, callback, line, started)
+
+    try:
+        grows = family.growth is not None
+        posterior = fit_in_rounds(run, now, target, num_steps) if grows else run(reached)
+    finally:
+        line.close()
+    posterior = dataclasses.replace(posterior, seconds=time.perf_counter() - started)
+    return _raise_if_failed(posterior) if throw else posterior
+
+
+def _run(
+    now: State,
+    chunk: Callable[[State, Int[Array, "2"]], tuple[State, Report]],
+    options: dict,
+    num_steps: int,
+    chunk_size: int,
+    callback: Callable[[Progress], Any] | None,
+    line: ProgressLine,
+    started: float,
+) -> Posterior:
+    """Chunks of steps from a state up to `num_steps`, an interrupt, or the callback's word."""
+    step_size = options["step_size"]
+    history = History(now.family, int(jnp.max(now.step)), now.step.ndim > 0)
     interrupted = stopped = False
     try:
         while history.step < num_steps and not stopped:
             span = jnp.asarray([history.step, num_steps], jnp.int32)
-            after, report = _chunk(now, span, target, options, chunk_size, elbo_draws, batched)
+            after, report = chunk(now, span)
             now = jax.block_until_ready(after)
             done = min(history.step + chunk_size, num_steps)
             t = float(jnp.asarray(step_size(done - 1) if callable(step_size) else step_size))
@@ -207,12 +236,14 @@ def fit(
             stopped = stopped or history.hopeless
     except KeyboardInterrupt:
         interrupted = True
-    finally:
-        line.close()
-    num_gradients = (history.step - history.first_step) * estimator.num_gradients(family)
-    seconds = time.perf_counter() - started
-    posterior = history.posterior(now.family, now, interrupted, num_gradients, seconds)
-    return _raise_if_failed(posterior) if throw else posterior
+    num_gradients = options["estimator"].num_gradients(now.family)
+    return history.posterior(
+        now.family,
+        now,
+        interrupted,
+        (history.step - history.first_step) * num_gradients,
+        time.perf_counter() - started,
+    )
 
 
 def _raise_if_failed(posterior: Posterior) -> Posterior:
@@ -282,14 +313,21 @@ def _check_key(family: AbstractFamily, key: Key[Array, "*runs"]) -> bool:
     return key.ndim == 1
 
 
-def _check_state(state: Any, start: State) -> State:
-    same = isinstance(state, State) and jax.tree.structure(state) == jax.tree.structure(start)
-    if not same or jax.tree.map(jnp.shape, state) != jax.tree.map(jnp.shape, start):
+def _check_state(state: Any, start: State) -> State | Rounds:
+    grows = start.family.growth is not None
+    reached = state.state if grows and isinstance(state, Rounds) else state
+    same = isinstance(reached, State) and (grows or _alike(reached, start))
+    if not same or grows != isinstance(state, Rounds):
         raise ValueError(
             "`fit(state=...)` needs the `posterior.state` of a fit of the same "
             f"family and number of keys, but got {state!r}."
         )
     return state
+
+
+def _alike(state: State, start: State) -> bool:
+    same = jax.tree.structure(state) == jax.tree.structure(start)
+    return same and jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, start)
 
 
 def _is_positive(step_size: Any) -> bool:

@@ -68,8 +68,10 @@ class History:
         self.excluded = self.excluded + report.excluded
         self.stuck = report.refused == taken
         self.too_far = self.stuck & (report.out_of_range == taken)
-        self.inaccurate = self.inaccurate | ~(report.drift <= LARGEST_DRIFT)
+        accurate = report.drift <= LARGEST_DRIFT
+        self.inaccurate = self.inaccurate | ~accurate
         better = np.nan_to_num(report.elbo, nan=-np.inf, posinf=-np.inf) > self.best_elbo
+        better = better & accurate
         self.best_elbo = np.where(better, report.elbo, self.best_elbo)
         self.best_elbo_se = np.where(better, report.elbo_se, self.best_elbo_se)
         if better.all():

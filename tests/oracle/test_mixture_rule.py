@@ -311,7 +311,7 @@ def test_coincident_components_move_alike_and_far_ones_do_not_disturb(x64):
     twin = GaussianMixture.from_moments(
         jnp.stack([one.mean] * 2 + [one.mean + 1e6]), jnp.stack([one.covariance] * 3)
     )
-    terms = twin._terms(one.mean[None])
+    terms = twin.terms(one.mean[None])
     np.testing.assert_allclose(terms.responsibilities[:, 0], [0.5, 0.5, 0.0], atol=1e-12)
     draws = twin.draw_pairs(KEY, 2)
     slopes = jax.vmap(jax.grad(lbar))(draws.rows)

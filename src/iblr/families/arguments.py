@@ -192,6 +192,14 @@ def square(call: str, name: str, matrix: ArrayLike, dim: int) -> Float[Array, "d
     return matrix
 
 
+def check_count(call: str, name: str, value: Any) -> None:
+    """Raise unless `value` is a whole number of at least one."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(
+            f"`{call}({name}=...)` needs a whole number of at least 1, but got {value!r}."
+        )
+
+
 def check_indices(call: str, indices: ArrayLike | Sequence[int], dim: int) -> np.ndarray:
     """Distinct coordinates of a flat point, in any order."""
     indices = np.atleast_1d(np.asarray(indices))

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -103,6 +103,9 @@ class AbstractFamily(eqx.Module):
     structure: eqx.AbstractVar[Structure]
     mean: eqx.AbstractVar[Float[Array, " d"]]
 
+    growth: ClassVar[Any] = None
+    """How a mixture adapts its size between rounds of a fit; None where a family has one size."""
+
     @property
     def name(self) -> str:
         """What the family is called in messages."""
@@ -137,6 +140,11 @@ class AbstractFamily(eqx.Module):
     def defaults(self) -> Defaults:
         """What `iblr.fit` takes where nothing is said."""
         return Defaults(lambda num_steps: bold_steps, True, 8)
+
+    @property
+    def leaves_out_draws(self) -> bool:
+        """Whether draws at which the target is not finite are left out of a step, not refused."""
+        return False
 
     @property
     @abc.abstractmethod

@@ -60,6 +60,12 @@ class Component(AbstractDenseGaussian):
         """Rows y to y B'."""
         return matmul(rows, self.inverse.T)
 
+    def scaled(self, size: float, mean: Float[Array, " d"]) -> "Component":
+        """With `size` times the standard deviations, at another mean."""
+        log_det = self.log_det + 2 * self.dim * jnp.log(size).astype(self.dtype)
+        factor, inverse = size * self.factor, self.inverse / size
+        return dataclasses.replace(self, mean=mean, factor=factor, inverse=inverse, log_det=log_det)
+
     def with_root(
         self,
         mean: Float[Array, " d"],

@@ -7,6 +7,7 @@
 and in the square-root form sigma_i <- sigma_i f(t ghat_i)^(-1/2) with ghat = sigma^2 g.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,6 +79,10 @@ class DiagonalGaussian(AbstractGaussian):
     def standardise(self, rows: Float[Array, "M d"]) -> Float[Array, "M d"]:
         """Rows x to x / sigma."""
         return rows / self.scale
+
+    def scaled(self, size: float, mean: Float[Array, " d"]) -> "DiagonalGaussian":
+        """With `size` times the standard deviations, at another mean."""
+        return dataclasses.replace(self, mean=mean, scale=size * self.scale)
 
     def unwhiten(self, rows: Float[Array, "M d"]) -> Float[Array, "M d"]:
         """Rows y to y / sigma."""

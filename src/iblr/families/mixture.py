@@ -35,9 +35,8 @@ to a factor of e: far from the target b differs between components by thousands 
 """
 
 import dataclasses
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -45,7 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Key, PyTree
 
-from iblr.families import arguments
+from iblr.families import arguments, mixture_components
 from iblr.families.abstract_gaussian import AbstractGaussian
 from iblr.families.base import (
     AbstractFamily,
@@ -59,6 +58,7 @@ from iblr.families.component import Component
 from iblr.families.curvature import Parameterisation
 from iblr.families.diagonal import DiagonalGaussian
 from iblr.families.gaussian import Gaussian
+from iblr.families.mixture_components import scattered
 from iblr.families.mixture_gradients import (
     MixtureTangent,
     Own,
@@ -67,11 +67,19 @@ from iblr.families.mixture_gradients import (
     from_own,
     from_pool,
 )
+from iblr.families.mixture_growth import (
+    FIRST_COMPONENTS,
+    MOST_COMPONENTS,
+    NEGLIGIBLE_WEIGHT,
+    Growth,
+    grown,
+)
 from iblr.linalg import matmul
 from iblr.status import Status
 from iblr.structure import Structure
 
 LARGEST_STEP = 0.15
+DIMS_A_PAIR = 20
 LONGEST_WEIGHT_STEP = 0.1
 LARGEST_LOG_WEIGHT_STEP = 1.0
 
@@ -84,6 +92,7 @@ class GaussianMixture(AbstractFamily):
         log_weights: log pi, normalised.
         learn_weights: whether the weights move.
         curved_weights: whether they move with their second-order term.
+        growth: how the number of components adapts; None where it is fixed.
 
     Example:
         >>> import iblr, jax, jax.numpy as jnp
@@ -99,6 +108,7 @@ class GaussianMixture(AbstractFamily):
     structure: Structure
     learn_weights: bool = eqx.field(static=True)
     curved_weights: bool = eqx.field(static=True)
+    growth: Growth | None
 
     def __init__(
         self,
@@ -107,14 +117,16 @@ class GaussianMixture(AbstractFamily):
         structure: Structure,
         learn_weights: bool = True,
         curved_weights: bool = False,
+        growth: Growth | None = None,
     ):
         self.components, self.log_weights, self.structure = components, log_weights, structure
         self.learn_weights, self.curved_weights = learn_weights, curved_weights
+        self.growth = growth  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @staticmethod
     def init(
         key: Key[Array, ""],
-        components: int,
+        components: int | Literal["auto"],
         dim: int | None = None,
         *,
         like: PyTree = None,
@@ -122,6 +134,7 @@ class GaussianMixture(AbstractFamily):
         spread: float = 1.0,
         diagonal: bool = False,
         learn_weights: bool = True,
+        most: int = MOST_COMPONENTS,
         dtype: Any = None,
         support: Any = None,
     ) -> "GaussianMixture":
@@ -129,34 +142,36 @@ class GaussianMixture(AbstractFamily):
 
         Args:
             key: for the means.
-            components: their number, K.
+            components: their number, K; "auto" starts with few, and `fit` adds more where the
+                mixture misses mass, deletes negligible ones, and stops when more do not help.
             dim: the length of a point; or, instead,
             like: a pytree of the structure of the points.
             scale: the standard deviation of each component.
             spread: that of the component means.
             diagonal: whether covariances are diagonal.
             learn_weights: whether the weights move.
+            most: components that "auto" may come to.
             dtype: the floating-point type.
             support: as for `Gaussian.standard`.
         """
-        call = "GaussianMixture.init"
-        if isinstance(components, bool) or not isinstance(components, int) or components < 1:
-            raise ValueError(
-                f"`{call}(components=...)` needs a whole number of at least 1, but got "
-                f"{components!r}."
-            )
+        call, growth = "GaussianMixture.init", None
+        arguments.check_count(call, "most", most)
         for name, value in (("scale", scale), ("spread", spread)):
             if not 0 < value < float("inf"):
                 raise ValueError(f"`{call}({name}=...)` must be positive, but got {value!r}.")
+        if components == "auto":
+            if not learn_weights:
+                raise ValueError(
+                    f'`{call}(components="auto")` needs weights that move, to find out which '
+                    "components are negligible, but got learn_weights=False. Give their number."
+                )
+            components = min(FIRST_COMPONENTS, most)
+            growth = Growth(float(scale), float(spread), most)
+        arguments.check_count(call, "components", components)
         structure, dtype = arguments.start_structure(call, dim, like, dtype, support)
-        means = spread * jax.random.normal(key, (components, structure.dim), dtype)
-        deviations = jnp.full((components, structure.dim), scale, dtype)
-        stacked = _diagonal(means, deviations)
-        if not diagonal:
-            matrix = jax.vmap(jnp.diag)
-            stacked = _full(means, matrix(deviations), matrix(1 / deviations))
+        stacked = scattered(key, (components, structure.dim), scale, spread, diagonal, dtype)
         log_weights = arguments.log_simplex(call, None, components, dtype)
-        return GaussianMixture(stacked, log_weights, structure, learn_weights)
+        return GaussianMixture(stacked, log_weights, structure, learn_weights, growth=growth)
 
     @staticmethod
     def from_moments(
@@ -191,10 +206,10 @@ class GaussianMixture(AbstractFamily):
         arguments.check_finite(call, "means", means)
         if covariances.ndim == 2:
             arguments.check_positive(call, "covariances", covariances)
-            stacked = _diagonal(means, jnp.sqrt(covariances))
+            stacked = mixture_components.diagonal(means, jnp.sqrt(covariances))
         else:
             factors = jnp.stack([arguments.cholesky(call, "covariances", c).T for c in covariances])
-            stacked = _full(means, factors, jnp.linalg.inv(factors))
+            stacked = mixture_components.full(means, factors, jnp.linalg.inv(factors))
         log_weights = arguments.log_simplex(call, weights, K, dtype)
         return GaussianMixture(stacked, log_weights, Structure.flat(d), learn_weights)
 
@@ -223,34 +238,30 @@ class GaussianMixture(AbstractFamily):
         """The same mixture over x, its points mapped onto the supports of the leaves."""
         return dataclasses.replace(self, structure=self.structure.with_support(support))
 
-    def pruned(self, smallest: float = 1e-3) -> "GaussianMixture":
+    def pruned(self, smallest: float = NEGLIGIBLE_WEIGHT) -> "GaussianMixture":
         """Without the components whose weight is below `smallest`; the heaviest stays."""
-        weights = np.asarray(self.weights)
-        kept = np.flatnonzero((weights >= smallest) | (weights == weights.max()))
-        return self._subset(kept)
+        return self.heaviest(max(int((self.weights >= smallest).sum()), 1))
 
-    def _subset(self, indices: np.ndarray) -> "GaussianMixture":
-        stacked = jax.tree.map(lambda leaf: leaf[indices], self.components)
-        log_weights = jax.nn.log_softmax(self.log_weights[indices])
-        return dataclasses.replace(self, components=stacked, log_weights=log_weights)
+    def heaviest(self, num: int) -> "GaussianMixture":
+        """The `num` components of largest weight, in their order."""
+        kept = jnp.sort(jax.lax.top_k(self.log_weights, num)[1])
+        return dataclasses.replace(
+            self,
+            components=jax.tree.map(lambda leaf: leaf[kept], self.components),
+            log_weights=jax.nn.log_softmax(self.log_weights[kept]),
+        )
 
     def marginal(self, indices: ArrayLike | Sequence[int]) -> "GaussianMixture":
         """The distribution of the flat coordinates `indices`, in that order."""
         indices = arguments.check_indices("marginal", indices, self.dim)
-        if isinstance(self.components, DiagonalGaussian):
-            stacked = _diagonal(self.components.mean[:, indices], self.components.scale[:, indices])
-        else:
-            R = jax.vmap(lambda A: jnp.linalg.qr(A, mode="r"))(
-                self.components.factor[:, :, indices]
-            )
-            stacked = _full(self.components.mean[:, indices], R, jnp.linalg.inv(R))
+        stacked = mixture_components.marginal(self.components, indices)
         structure = Structure.flat(indices.size)
         return dataclasses.replace(self, components=stacked, structure=structure)
 
     def responsibilities(self, z: PyTree) -> Float[Array, "*batch K"]:
         """The probability of every component at points, along a last axis."""
         rows = self.structure.ravel(z, "responsibilities(z)").astype(self.dtype)
-        shares = self._terms(rows.reshape(-1, self.dim)).responsibilities
+        shares = self.terms(rows.reshape(-1, self.dim)).responsibilities
         return shares.T.reshape(*rows.shape[:-1], self.num_components)
 
     # The family contract.
@@ -277,8 +288,18 @@ class GaussianMixture(AbstractFamily):
 
     @property
     def defaults(self) -> Defaults:
-        """One pair of every component, and steps that settle."""
-        return Defaults(lambda num_steps: SettlingSteps(LARGEST_STEP, num_steps), True, 1)
+        """Steps that settle, and as many pairs of every component as such steps need.
+
+        The low-rank estimate of the curvature from P pairs has relative noise d / P, so steps of t
+        are stable up to about t d / P = 3.
+        """
+        pairs = -(-self.dim // DIMS_A_PAIR)
+        return Defaults(lambda num_steps: SettlingSteps(LARGEST_STEP, num_steps), True, pairs)
+
+    @property
+    def leaves_out_draws(self) -> bool:
+        """Yes: a component learns from its other draws."""
+        return True
 
     @property
     def dtype(self) -> Any:
@@ -336,9 +357,10 @@ class GaussianMixture(AbstractFamily):
 
     def log_prob_rows(self, rows: Float[Array, "M d"]) -> Float[Array, " M"]:
         """The logarithm of the sum over components."""
-        return self._terms(rows).log_q
+        return self.terms(rows).log_q
 
-    def _terms(self, rows: Float[Array, "N d"]) -> Terms:
+    def terms(self, rows: Float[Array, "N d"]) -> Terms:
+        """What the density is made of, at rows."""
         return Terms.at(self.components, self.log_weights, rows)
 
     def entropy(self) -> None:
@@ -370,7 +392,7 @@ class GaussianMixture(AbstractFamily):
         self, draws: Draws, slopes: Float[Array, "N d"], values: Float[Array, " N"]
     ) -> MixtureTangent:
         """From the slopes of b = lbar + log q, [LSK20] eq. mog_cov_rep, first equality."""
-        terms = self._terms(draws.rows)
+        terms = self.terms(draws.rows)
         U, b = slopes + terms.score(), terms.log_q - values
         if isinstance(draws.noise, Own):
             return from_own(self.components, self.weights, draws.noise.noise, U, b)
@@ -385,7 +407,7 @@ class GaussianMixture(AbstractFamily):
         self, draws: Draws, slopes: Float[Array, "N d"], values: Float[Array, " N"]
     ) -> MixtureTangent:
         """Stein's identity for lbar and the exact Hessian of log q, the paper's "-rep"."""
-        terms = self._terms(draws.rows)
+        terms = self.terms(draws.rows)
         fine = jnp.isfinite(slopes).all(1) & jnp.isfinite(values)
         weights, W = terms.importance(draws.noise, fine), jnp.where(fine[:, None], slopes, 0)
         hessians = terms.log_hessians()
@@ -405,7 +427,7 @@ class GaussianMixture(AbstractFamily):
         hessians: Float[Array, "N d d"],
     ) -> MixtureTangent:
         """Exact Hessians of lbar and of log q, the paper's "-hess"."""
-        terms = self._terms(draws.rows)
+        terms = self.terms(draws.rows)
         fine = jnp.isfinite(slopes).all(1) & jnp.isfinite(values)
         fine = fine & jnp.isfinite(hessians).all((1, 2))
         weights, W = terms.importance(draws.noise, fine), jnp.where(fine[:, None], slopes, 0)
@@ -443,6 +465,15 @@ class GaussianMixture(AbstractFamily):
             self.components, tangent.components, rows
         )
         return dataclasses.replace(tangent, components=components)
+
+    def grown(
+        self,
+        log_density: Callable[[Float[Array, " d"]], Float[Array, ""]],
+        key: Key[Array, ""],
+        num: int,
+    ) -> "GaussianMixture":
+        """With `num` more components where q misses mass of p, and elsewhere."""
+        return grown(self, log_density, key, num)
 
     # The rules.
 
@@ -539,12 +570,3 @@ class GaussianMixture(AbstractFamily):
 
 def _weighted(weights: Float[Array, " N"], matrices: Float[Array, "N d d"]) -> Float[Array, "d d"]:
     return jnp.tensordot(weights, matrices, 1, precision="highest")
-
-
-_full = jax.vmap(Component.from_roots)
-
-
-def _diagonal(means: Float[Array, "K d"], scales: Float[Array, "K d"]) -> DiagonalGaussian:
-    structure = Structure.flat(means.shape[1])
-    make = partial(DiagonalGaussian, structure=structure)
-    return jax.vmap(lambda mean, scale: make(mean=mean, scale=scale))(means, scales)

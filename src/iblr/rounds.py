@@ -1,0 +1,117 @@
+"""Fits of a mixture that adapts its size: rounds of steps, components deleted and added in between.
+
+A round is a fit of its own, with all its steps and its own schedule. After it negligible components
+are deleted and the ELBO is taken from many draws; a round that did not raise it is undone and ends
+the fit. The number of components doubles from round to round. In a batch of runs all have the same
+number, that of the run which needs most, and the ELBO of the best run counts.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from iblr.diagnostics import Elbo, elbo
+from iblr.families.mixture import GaussianMixture
+from iblr.families.mixture_growth import NEGLIGIBLE_WEIGHT
+from iblr.loop import State, init
+from iblr.posterior import Posterior, Trace
+from iblr.status import Status
+from iblr.target import Target
+
+ELBO_DRAWS = 4096
+LEAST_GAIN = 0.01
+ROUND_TAG, GROWTH_TAG, ELBO_TAG = 3, 4, 5  # 0 to 2 are those of a step and of a chunk
+
+
+class Rounds(eqx.Module):
+    """Where a fit in rounds stands: the round under way, and what those before it reached."""
+
+    state: State
+    reached: Posterior | None
+
+
+def fit_in_rounds(
+    run: Callable[[State], Posterior],
+    now: State | Rounds,
+    target: Target,
+    num_steps: int,
+) -> Posterior:
+    """Rounds of `run`, which takes `num_steps` steps unless it is stopped."""
+    rounds = now if isinstance(now, Rounds) else Rounds(now, None)
+    while True:
+        reached = rounds.reached
+        last = run(rounds.state)
+        stopped = last.num_steps < num_steps
+        after = last if stopped else _refined(last, target)
+        whole = _joined(reached, after, Rounds(last.state, reached))
+        if reached is not None and not _best(after) >= _best(reached) + LEAST_GAIN:
+            status = after.status if stopped else reached.status
+            return dataclasses.replace(
+                whole,
+                family=reached.family,
+                elbo=reached.elbo,
+                elbo_se=reached.elbo_se,
+                status=status,
+            )
+        mixture: Any = after.family
+        size = mixture.num_components
+        more = min(size, mixture.growth.most - size)
+        if stopped or more < 1 or not np.any(after.status == Status.ok):
+            return whole
+        rounds = Rounds(_grown(mixture, last.state, target, more), whole)
+
+
+def _best(posterior: Posterior) -> float:
+    """The ELBO of the best run."""
+    return float(np.nan_to_num(posterior.elbo, nan=-np.inf, posinf=-np.inf).max())
+
+
+def _refined(posterior: Posterior, target: Target) -> Posterior:
+    """Without negligible components, and with an ELBO fit to be compared."""
+    mixture: Any = posterior.family
+    counts = (mixture.weights >= NEGLIGIBLE_WEIGHT).sum(-1)
+    num = max(int(np.max(counts)), 1)
+    family, estimate = _pruned(mixture, posterior.state, target, num)
+    return dataclasses.replace(
+        posterior, family=family, elbo=estimate.value, elbo_se=estimate.standard_error
+    )
+
+
+@eqx.filter_jit
+def _pruned(
+    family: GaussianMixture, state: State, target: Target, num: int
+) -> tuple[GaussianMixture, Elbo]:
+    def one_run(family: GaussianMixture, key: Any):
+        family = family.heaviest(num)
+        return family, elbo(target, family, jax.random.fold_in(key, ELBO_TAG), draws=ELBO_DRAWS)
+
+    return _over_runs(one_run, family, state)
+
+
+@eqx.filter_jit
+def _grown(family: GaussianMixture, state: State, target: Target, num: int) -> State:
+    def one_run(family: GaussianMixture, key: Any):
+        growth_key, batch_key = jax.random.split(jax.random.fold_in(key, GROWTH_TAG))
+        log_density = target.whole(family.structure, target.batch(batch_key))
+        return init(family.grown(log_density, growth_key, num), jax.random.fold_in(key, ROUND_TAG))
+
+    return _over_runs(one_run, family, state)
+
+
+def _over_runs(function: Callable, family: GaussianMixture, state: State) -> Any:
+    return (jax.vmap(function) if state.key.ndim else function)(family, state.key)
+
+
+def _joined(before: Posterior | None, after: Posterior, rounds: Rounds) -> Posterior:
+    """The later posterior with the history of both."""
+    if before is None:
+        return dataclasses.replace(after, state=rounds)
+    summed = ("refused", "limited", "halvings", "excluded", "num_steps", "num_gradients", "seconds")
+    counts = {name: getattr(before, name) + getattr(after, name) for name in summed}
+    later = after.trace._replace(step=after.trace.step + before.num_steps)
+    trace = Trace(*(np.concatenate(pair) for pair in zip(before.trace, later, strict=True)))
+    return dataclasses.replace(after, state=rounds, trace=trace, **counts)
