@@ -29,6 +29,10 @@ class State(eqx.Module):
     step: Int[Array, ""]
     key: Key[Array, ""]
 
+    def __getitem__(self, run: int) -> "State":
+        """That of one run of a batch."""
+        return jax.tree.map(lambda leaf: leaf[run], self)
+
 
 def init(family: AbstractFamily, key: Key[Array, ""]) -> State:
     """The state before the first step."""

@@ -108,7 +108,7 @@ class Posterior(eqx.Module):
             num_steps=self.num_steps,
             num_gradients=self.num_gradients,
             seconds=self.seconds,
-            state=one(self.state),
+            state=self.state[run],
         )
 
     @property

@@ -33,6 +33,10 @@ class Rounds(eqx.Module):
     state: State
     reached: Posterior | None
 
+    def __getitem__(self, run: int) -> "Rounds":
+        """That of one run of a batch."""
+        return Rounds(self.state[run], None if self.reached is None else self.reached[run])
+
 
 def fit_in_rounds(
     run: Callable[[State], Posterior],
