@@ -111,7 +111,7 @@ def fit(
     callback: Callable[[Progress], Any] | None = None,
     progress: bool | None = None,
     throw: bool = True,
-    state: State | None = None,
+    state: State | Rounds | None = None,
     chunk_size: int = CHUNK,
     elbo_draws: int = ELBO_DRAWS,
 ) -> Posterior:

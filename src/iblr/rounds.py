@@ -77,7 +77,7 @@ def _best(posterior: Posterior) -> float:
 def _refined(posterior: Posterior, target: Target) -> Posterior:
     """Without negligible components, and with an ELBO fit to be compared."""
     mixture: Any = posterior.family
-    counts = (mixture.weights >= NEGLIGIBLE_WEIGHT).sum(-1)
+    counts = (np.exp(mixture.log_weights) >= NEGLIGIBLE_WEIGHT).sum(-1)
     num = max(int(np.max(counts)), 1)
     family, estimate = _pruned(mixture, posterior.state, target, num)
     return dataclasses.replace(
@@ -114,8 +114,9 @@ def _joined(before: Posterior | None, after: Posterior, rounds: Rounds) -> Poste
     """The later posterior with the history of both."""
     if before is None:
         return dataclasses.replace(after, state=rounds)
-    summed = ("refused", "limited", "halvings", "excluded", "num_steps", "num_gradients", "seconds")
-    counts = {name: getattr(before, name) + getattr(after, name) for name in summed}
+    arrays, numbers = ("refused", "limited", "halvings", "excluded"), ("num_steps", "num_gradients")
+    sums = {name: getattr(before, name) + getattr(after, name) for name in arrays + numbers}
+    sums |= {name: np.asarray(sums[name]) for name in arrays}
     later = after.trace._replace(step=after.trace.step + before.num_steps)
     trace = Trace(*(np.concatenate(pair) for pair in zip(before.trace, later, strict=True)))
-    return dataclasses.replace(after, state=rounds, trace=trace, **counts)
+    return dataclasses.replace(after, state=rounds, trace=trace, **sums)

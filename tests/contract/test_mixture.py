@@ -141,13 +141,23 @@ def half_defined(z):
 @pytest.mark.parametrize("reuse", [False, True])
 def test_draws_where_the_target_is_nan_are_left_out_and_counted(reuse):
     start = GaussianMixture.from_moments(jnp.array([[1.0, 1.0], [0.5, 0.0]]), jnp.ones((2, 2)))
-    posterior = quick_fit(
-        half_defined, start, estimator=iblr.Stl(pairs=2, reuse=reuse), throw=False
-    )
+    posterior = quick_fit(half_defined, start, estimator=iblr.Stl(pairs=2, reuse=reuse))
+    assert posterior.status == Status.ok and np.isfinite(posterior.elbo)
     assert posterior.excluded > 0 and posterior.refused == 0
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(posterior.family))
     assert (posterior.family.components.mean[:, 0] > start.components.mean[:, 0]).all()
     assert "draws left out" in str(posterior)
+
+
+def test_the_elbo_is_that_of_the_draws_at_which_the_target_is_finite():
+    """Where q = p but for a half of q's mass at which p is nan: log(1/2)."""
+    q = GaussianMixture.from_moments(jnp.full((1, 2), 0.0), jnp.ones((1, 2)))
+    nowhere, half = (
+        iblr.elbo(lambda z: jnp.where(z[0] > edge, q.log_prob(z), jnp.nan), q, KEY, draws=3000)  # noqa: B023
+        for edge in (jnp.inf, 0.0)
+    )
+    assert abs(half.value - np.log(0.5)) < 0.05 and half.standard_error < 1e-4
+    assert np.isnan(nowhere.value)
 
 
 @pytest.mark.slow

@@ -1,0 +1,114 @@
+"""Mixtures that choose the number of their components."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_same_bits, no_type_hook
+
+import iblr
+from iblr import GaussianMixture, Status
+from iblr.families.mixture_growth import NEGLIGIBLE_WEIGHT
+
+KEY = jax.random.key(0)
+STEPS = 200
+
+
+def log_density(z, radius):
+    """A ring, or, of radius zero, a Gaussian of variance one quarter."""
+    return -2.0 * ((jnp.sqrt((z**2).sum() + 1e-6) - radius) ** 2).sum()
+
+
+RING = iblr.Target(log_likelihood=log_density, data=jnp.array([3.0]))
+GAUSSIAN = iblr.Target(log_likelihood=log_density, data=jnp.array([0.0]))
+
+
+def start(key=KEY, most=8):
+    return GaussianMixture.init(key, "auto", 2, spread=2.0, most=most)
+
+
+def fit(start, key=KEY, target=RING, **options):
+    return iblr.fit(target, start, key=key, num_steps=STEPS, **options)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Two rounds, of four and of eight components."""
+    return fit(start())
+
+
+def test_components_are_added_as_long_as_they_help(whole):
+    assert whole.status == Status.ok
+    assert 4 < whole.family.num_components <= 8
+    of_four, of_more = whole.trace.elbo[[1, -1]]
+    assert of_more > of_four + 0.01
+    assert (whole.family.weights >= NEGLIGIBLE_WEIGHT).all()
+    assert np.isclose(whole.family.weights.sum(), 1, atol=1e-5)
+
+
+def test_the_history_is_that_of_all_rounds(whole):
+    assert whole.num_steps == 2 * STEPS
+    assert whole.trace.step.tolist() == [100, 200, 300, 400]
+    assert whole.num_gradients == STEPS * 2 * (4 + 8)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_stopped_fit_goes_on_with_the_same_bits(whole, chunks):
+    told = []
+    stopped = fit(start(), callback=lambda progress: told.append(progress) or len(told) == chunks)
+    assert stopped.num_steps == 100 * chunks
+    assert_same_bits(fit(start(), state=stopped.state).family, whole.family)
+
+
+def test_a_round_that_does_not_help_is_undone():
+    posterior = fit(start(), target=GAUSSIAN)
+    assert posterior.status == Status.ok
+    assert posterior.num_steps == 2 * STEPS
+    assert posterior.family.num_components <= 4
+    assert abs(posterior.elbo - np.log(2 * np.pi / 4)) < 0.02
+
+
+@pytest.mark.slow
+def test_several_starts_are_one_fit():
+    keys = jax.random.split(KEY, 3)
+    runs = fit(jax.vmap(start)(keys), keys)
+    assert runs.family.log_weights.shape[0] == len(runs) == 3
+    assert runs.best.elbo == runs.elbo.max()
+    assert runs[1].family.num_components == runs.family.log_weights.shape[1] <= 8
+    told = []
+    stopped = fit(jax.vmap(start)(keys), keys, callback=lambda _: told.append(1) or len(told) == 3)
+    assert_same_bits(fit(jax.vmap(start)(keys), keys, state=stopped.state).family, runs.family)
+
+
+def test_new_components_start_where_mass_is_missing():
+    """p has a second mode, of the same weight, that q does not cover."""
+    modes = jnp.array([[-2.0, 0.0], [2.0, 0.0]])
+    log_density = lambda z: jax.nn.logsumexp(-0.5 * ((z - modes) ** 2).sum(1))  # noqa: E731
+    growth = start().growth
+    q = GaussianMixture.from_moments(modes[:1], jnp.eye(2)[None])
+    q = GaussianMixture(q.components, q.log_weights, q.structure, growth=growth)
+    grown = jax.jit(lambda key: q.grown(log_density, key, 8))(KEY)
+    assert grown.num_components == 9
+    new = grown.components.mean[1:]
+    assert (new[:6, 0] > -0.5).all() and abs(new[:6, 0].mean() - 2) < 1  # the last two are scouts
+    np.testing.assert_allclose(grown[1].covariance, 0.25 * np.eye(2), atol=1e-6)
+    np.testing.assert_allclose(grown[1].log_det, np.log(0.25**2), rtol=1e-5)
+    np.testing.assert_allclose(grown[8].covariance, np.eye(2), atol=1e-6)
+    added = float(grown.weights[1:].sum())
+    assert 0.3 < added <= 0.5  # the missing mass is Phi(2) - Phi(-2) halves, 0.48
+    assert np.isclose(grown.weights.sum(), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: GaussianMixture.init(KEY, "many", 2),
+        lambda: GaussianMixture.init(KEY, "auto", 2, most=0),
+        lambda: GaussianMixture.init(KEY, "auto", 2, learn_weights=False),
+        lambda: fit(start(), state=iblr.init(GaussianMixture.init(KEY, 4, 2), KEY)),
+    ],
+    ids=["word", "most", "weights", "state"],
+)
+def test_bad_input_is_named(wrong):
+    with no_type_hook(), pytest.raises(ValueError, match="GaussianMixture.init|fit"):
+        wrong()
