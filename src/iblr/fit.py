@@ -124,13 +124,13 @@ def fit(
             hold a batch of starts, stacked along a first axis.
         support: where leaves of a Gaussian live, such as `{"tau": iblr.positive}`; short for
             `family.with_support(support)`.
-        estimator: how the natural gradient is estimated; None is `Stl(pairs=8)`, for a mixture
-            `Stl(pairs=1)`.
+        estimator: how the natural gradient is estimated; None is `Stl(pairs=8)`, for a mixture in d
+            dimensions `Stl(pairs=d/20)`.
         step_size: t, a number or a schedule of the step index (any of optax's). None is
             min(1/10, 2 / (10 + k)) for a Gaussian over real parameters, 0.15 for two fifths of
             all steps and then linearly to zero for a mixture, min(1/2, 5 / (10 + k)) for other
             families.
-        num_steps: steps to take.
+        num_steps: steps to take; for a mixture of `components="auto"` those of every round.
         momentum: r of the natural momentum of a Gaussian's mean, in [0, 1).
         trust_region: bound the change of one step, see `improved_step`. For a Gaussian worth it far
             from the target or with `Secant`; with a decaying step size it can delay the approach.

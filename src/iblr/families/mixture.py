@@ -472,7 +472,13 @@ class GaussianMixture(AbstractFamily):
         key: Key[Array, ""],
         num: int,
     ) -> "GaussianMixture":
-        """With `num` more components where q misses mass of p, and elsewhere."""
+        """With `num` more components where it misses mass, a start for another fit.
+
+        Args:
+            log_density: of one flat point x.
+            key: for the candidates.
+            num: components to add, at most 512.
+        """
         return grown(self, log_density, key, num)
 
     # The rules.
