@@ -44,6 +44,7 @@ ORDER = [
     "iblr.history",
     "iblr.loop",
     "iblr.rounds",
+    "iblr.checks",
     "iblr.fit",
     "iblr.laplace",
     "iblr",

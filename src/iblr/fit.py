@@ -14,9 +14,9 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int, Key
 
+from iblr.checks import check_key, check_method, check_options, check_state
 from iblr.diagnostics import elbo
 from iblr.estimators import AbstractEstimator, Stl
 from iblr.families.base import AbstractFamily
@@ -158,7 +158,7 @@ def fit(
     """
     started = time.perf_counter()
     target = as_target(target, "fit")
-    batched = _check_key(family, key)
+    batched = check_key(family, key)
     if support is not None:
         family = family.with_support(support)
     defaults = family.defaults
@@ -166,15 +166,15 @@ def fit(
         step_size = defaults.step_size(num_steps)
     if trust_region is None:
         trust_region = rule is improved_step and defaults.trust_region
-    _check_options(step_size, num_steps, momentum, chunk_size, elbo_draws)
-    _check_method(estimator, rule, trust_region)
+    check_options(step_size, num_steps, momentum, chunk_size, elbo_draws)
+    check_method(estimator, rule, trust_region)
     if momentum and family.gradient_size == 0:
         raise ValueError(
             f"`fit(momentum=...)` averages gradients of the means of Gaussians, but got a "
             f"{family.name}. Leave it out, or give the estimator more draws."
         )
     start: State = _start(family, key, batched)
-    now = start if state is None else _check_state(state, start)
+    now = start if state is None else check_state(state, start)
     reached = now.state if isinstance(now, Rounds) else now
     if int(jnp.max(reached.step)) >= num_steps:
         raise ValueError(
@@ -288,93 +288,3 @@ def _preflight(target: Target, family: AbstractFamily, key: Key[Array, "*runs"],
 @eqx.filter_jit
 def _first_points(family: AbstractFamily, key: Key[Array, ""]) -> Float[Array, "n d"]:
     return jnp.concatenate([family.centres, family.draw(key, 7).rows])
-
-
-def _check_key(family: AbstractFamily, key: Key[Array, "*runs"]) -> bool:
-    """Whether the fit is a batch of runs; raises where key and family do not go together."""
-    if not isinstance(family, AbstractFamily):
-        raise ValueError(
-            f"`fit(target, family)` needs a family such as `iblr.Gaussian.standard(10)`, but got "
-            f"{family!r}."
-        )
-    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        raise ValueError(
-            "`fit(key=...)` needs a typed key, `jax.random.key(0)`, or a batch of them, "
-            f"`jax.random.split(key, 4)`, but got {key!r}."
-        )
-    if key.ndim > 1:
-        raise ValueError(f"`fit(key=...)` takes one axis of keys, but got shape {key.shape}.")
-    if _is_batch(family) and family.batch_shape != key.shape:
-        starts = family.batch_shape[0]
-        raise ValueError(
-            f"`fit(target, family, key=...)` got {starts} starts and keys of shape {key.shape}. "
-            f"Pass one key a start: `jax.random.split(key, {starts})`."
-        )
-    return key.ndim == 1
-
-
-def _check_state(state: Any, start: State) -> State | Rounds:
-    grows = start.family.growth is not None
-    reached = state.state if grows and isinstance(state, Rounds) else state
-    same = isinstance(reached, State) and (grows or _alike(reached, start))
-    if not same or grows != isinstance(state, Rounds):
-        raise ValueError(
-            "`fit(state=...)` needs the `posterior.state` of a fit of the same "
-            f"family and number of keys, but got {state!r}."
-        )
-    return state
-
-
-def _alike(state: State, start: State) -> bool:
-    same = jax.tree.structure(state) == jax.tree.structure(start)
-    return same and jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, start)
-
-
-def _is_positive(step_size: Any) -> bool:
-    is_number = isinstance(step_size, int | float | np.number | np.ndarray | jax.Array)
-    return is_number and jnp.shape(step_size) == () and 0 < float(step_size) < jnp.inf
-
-
-def _check_method(estimator: Any, rule: Callable, trust_region: bool) -> None:
-    if estimator is not None and not isinstance(estimator, AbstractEstimator):
-        raise ValueError(
-            f"`fit(estimator=...)` needs an estimator such as `iblr.Stl(pairs=8)`, but got "
-            f"{estimator!r}."
-        )
-    if not callable(rule):
-        raise ValueError(
-            f"`fit(rule=...)` needs a rule such as `iblr.improved_step`, but got {rule!r}."
-        )
-    if trust_region and rule is not improved_step:
-        raise ValueError(
-            "`fit(trust_region=True)` belongs to the improved rule, but got another `rule=`. Leave "
-            "one of the two out."
-        )
-
-
-def _check_options(
-    step_size: ArrayLike | Schedule,
-    num_steps: int,
-    momentum: float,
-    chunk_size: int,
-    elbo_draws: int,
-) -> None:
-    for name, value, least in (
-        ("num_steps", num_steps, 1),
-        ("chunk_size", chunk_size, 1),
-        ("elbo_draws", elbo_draws, 3),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-            raise ValueError(
-                f"`fit({name}=...)` must be a whole number of at least {least}, but got {value!r}."
-            )
-    ends = [step_size(jnp.asarray(k)) for k in (0, num_steps - 1)] if callable(step_size) else []
-    if any(jnp.shape(t) != () or not 0 <= float(t) < jnp.inf for t in ends) or not (
-        callable(step_size) or _is_positive(step_size)
-    ):
-        raise ValueError(
-            "`fit(step_size=...)` must be a positive number or a schedule of the step index, but "
-            f"got {step_size!r}{f' with the values {ends}' if ends else ''}."
-        )
-    if not isinstance(momentum, int | float | np.number) or not 0 <= momentum < 1:
-        raise ValueError(f"`fit(momentum=...)` must be in [0, 1), but got {momentum}.")

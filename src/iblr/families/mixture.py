@@ -63,9 +63,11 @@ from iblr.families.mixture_gradients import (
     MixtureTangent,
     Own,
     Pooled,
+    Shared,
     Terms,
     from_own,
-    from_pool,
+    weight_step,
+    weighted,
 )
 from iblr.families.mixture_growth import (
     FIRST_COMPONENTS,
@@ -80,8 +82,6 @@ from iblr.structure import Structure
 
 LARGEST_STEP = 0.15
 DIMS_A_PAIR = 20
-LONGEST_WEIGHT_STEP = 0.1
-LARGEST_LOG_WEIGHT_STEP = 1.0
 
 
 class GaussianMixture(AbstractFamily):
@@ -320,7 +320,7 @@ class GaussianMixture(AbstractFamily):
     @property
     def covariance(self) -> Float[Array, "d d"]:
         """Within and between components."""
-        within = _weighted(self.weights, jax.vmap(lambda q: q.covariance)(self.components))
+        within = weighted(self.weights, jax.vmap(lambda q: q.covariance)(self.components))
         apart = self.components.mean - self.mean
         return within + matmul((self.weights[:, None] * apart).T, apart)
 
@@ -393,31 +393,16 @@ class GaussianMixture(AbstractFamily):
     ) -> MixtureTangent:
         """From the slopes of b = lbar + log q, [LSK20] eq. mog_cov_rep, first equality."""
         terms = self.terms(draws.rows)
-        U, b = slopes + terms.score(), terms.log_q - values
         if isinstance(draws.noise, Own):
+            U, b = slopes + terms.score(), terms.log_q - values
             return from_own(self.components, self.weights, draws.noise.noise, U, b)
-        fine = jnp.isfinite(U).all(1) & jnp.isfinite(b)
-        weights, U = terms.importance(draws.noise, fine), jnp.where(fine[:, None], U, 0)
-        curvatures = jax.vmap(lambda q, w, e: q.low_rank(0.0, w[:, None] * e, q.whiten(U)))(
-            self.components, weights, terms.noise
-        )
-        return from_pool(terms, weights, fine, U, b, curvatures)
+        return Shared.at(terms, draws.noise, slopes, values).stl()
 
     def rep(
         self, draws: Draws, slopes: Float[Array, "N d"], values: Float[Array, " N"]
     ) -> MixtureTangent:
         """Stein's identity for lbar and the exact Hessian of log q, the paper's "-rep"."""
-        terms = self.terms(draws.rows)
-        fine = jnp.isfinite(slopes).all(1) & jnp.isfinite(values)
-        weights, W = terms.importance(draws.noise, fine), jnp.where(fine[:, None], slopes, 0)
-        hessians = terms.log_hessians()
-
-        def curvature(q, w, e):
-            of_lbar = q.low_rank(0.0, w[:, None] * e, q.whiten(W))
-            return of_lbar.plus(q.from_hessian(_weighted(w, hessians), 0.0))
-
-        curvatures = jax.vmap(curvature)(self.components, weights, terms.noise)
-        return from_pool(terms, weights, fine, W + terms.score(), terms.log_q - values, curvatures)
+        return Shared.at(self.terms(draws.rows), draws.noise, slopes, values).rep()
 
     def hess(
         self,
@@ -427,15 +412,9 @@ class GaussianMixture(AbstractFamily):
         hessians: Float[Array, "N d d"],
     ) -> MixtureTangent:
         """Exact Hessians of lbar and of log q, the paper's "-hess"."""
-        terms = self.terms(draws.rows)
-        fine = jnp.isfinite(slopes).all(1) & jnp.isfinite(values)
-        fine = fine & jnp.isfinite(hessians).all((1, 2))
-        weights, W = terms.importance(draws.noise, fine), jnp.where(fine[:, None], slopes, 0)
-        H = jnp.where(fine[:, None, None], hessians, 0) + terms.log_hessians()
-        curvatures = jax.vmap(lambda q, w: q.from_hessian(_weighted(w, H), 0.0))(
-            self.components, weights
-        )
-        return from_pool(terms, weights, fine, W + terms.score(), terms.log_q - values, curvatures)
+        known = jnp.isfinite(hessians).all((1, 2))
+        values = jnp.where(known, values, jnp.nan)
+        return Shared.at(self.terms(draws.rows), draws.noise, slopes, values).hess(hessians)
 
     def add_prior(
         self, tangent: MixtureTangent, prior: Any, weight: Float[Array, ""]
@@ -540,7 +519,10 @@ class GaussianMixture(AbstractFamily):
         self, tangent: MixtureTangent, moved: Any, t: Float[Array, ""], bounded: bool
     ) -> tuple["GaussianMixture", StepInfo]:
         components, infos = moved
-        log_weights = self._reweighted(tangent.log_weights, t, bounded)
+        log_weights = self.log_weights
+        if self.learn_weights:
+            step = weight_step(self.weights, tangent.log_weights, t, bounded, self.curved_weights)
+            log_weights = jax.nn.log_softmax(log_weights - step)
         fine = tangent.finite & jnp.isfinite(log_weights).all() & ~infos.refused.any()
         after = dataclasses.replace(self, components=components, log_weights=log_weights)
         kept = jax.tree.map(lambda new, old: jnp.where(fine, new, old), after, self)
@@ -557,22 +539,3 @@ class GaussianMixture(AbstractFamily):
             infos.halvings.sum(),
             tangent.excluded,
         )
-
-    def _reweighted(
-        self, ghat: Float[Array, " K"], t: Float[Array, ""], bounded: bool
-    ) -> Float[Array, " K"]:
-        """log pi after a step; with `bounded` of limited Fisher length and size."""
-        if not self.learn_weights:
-            return self.log_weights
-        step = t * (ghat - self.weights @ ghat)
-        if bounded:
-            length = jnp.sqrt(self.weights @ jnp.minimum(step**2, 1e30))
-            step = step * LONGEST_WEIGHT_STEP / jnp.maximum(length, LONGEST_WEIGHT_STEP)
-            step = jnp.clip(step, -LARGEST_LOG_WEIGHT_STEP, LARGEST_LOG_WEIGHT_STEP)
-        if self.curved_weights:
-            step = step + 0.25 * step**2
-        return jax.nn.log_softmax(self.log_weights - step)
-
-
-def _weighted(weights: Float[Array, " N"], matrices: Float[Array, "N d d"]) -> Float[Array, "d d"]:
-    return jnp.tensordot(weights, matrices, 1, precision="highest")

@@ -5,6 +5,7 @@ expectation over a component is a weighted mean over draws; one at which the tar
 gets no weight and is counted.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -15,6 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from iblr.families.abstract_gaussian import GaussianTangent
 from iblr.linalg import matmul
+
+LONGEST_WEIGHT_STEP = 0.1
+LARGEST_LOG_WEIGHT_STEP = 1.0
 
 
 class MixtureTangent(eqx.Module):
@@ -98,21 +102,80 @@ class Terms(NamedTuple):
         return jnp.where(fine, ratios, 0) / jnp.maximum(fine.sum(), 1)
 
 
-def from_pool(
-    terms: Terms,
-    weights: Float[Array, "K N"],
-    fine: Bool[Array, " N"],
-    slopes: Float[Array, "N d"],
-    b: Float[Array, " N"],
-    curvatures: Any,
-) -> MixtureTangent:
-    """From the slopes of b at shared draws with importance weights, and curvatures."""
-    gradients = matmul(weights, slopes)
-    tangents = jax.vmap(lambda q, g, c: GaussianTangent(g, q.whiten(g[None])[0], c))(
-        terms.components, gradients, curvatures
-    )
-    log_weights = matmul(weights, jnp.where(fine, b, 0))
-    return MixtureTangent(tangents, log_weights, fine.any(), (~fine).sum().astype(jnp.int32))
+class Shared(NamedTuple):
+    """Slopes of lbar at shared draws, and what weight a draw has for every component.
+
+    Attributes:
+        terms: those of the density at the draws.
+        fine: whether the target is finite there; where it is not, slopes and weights are zero.
+        weights: N_c / s over the number of usable draws.
+        slopes: of lbar.
+        b: lbar + log q.
+    """
+
+    terms: Terms
+    fine: Bool[Array, " N"]
+    weights: Float[Array, "K N"]
+    slopes: Float[Array, "N d"]
+    b: Float[Array, " N"]
+
+    @staticmethod
+    def at(
+        terms: Terms, pool: Pooled, slopes: Float[Array, "N d"], values: Float[Array, " N"]
+    ) -> "Shared":
+        """At draws from a pool."""
+        b = terms.log_q - values
+        fine = jnp.isfinite(slopes).all(1) & jnp.isfinite(b)
+        weights = terms.importance(pool, fine)
+        slopes = jnp.where(fine[:, None], slopes, 0)
+        return Shared(terms, fine, weights, slopes, jnp.where(fine, b, 0))
+
+    def stl(self) -> MixtureTangent:
+        """Stein's identity for b."""
+        slopes = self.slopes_of_b()
+        return self.tangent(self.map(lambda q, w, e: _stein(q, w, e, slopes)))
+
+    def rep(self) -> MixtureTangent:
+        """Stein's identity for lbar, the Hessian of log q."""
+        hessians = self.terms.log_hessians()
+
+        def curvature(q, w, e):
+            of_log_q = q.from_hessian(weighted(w, hessians), 0.0)
+            return _stein(q, w, e, self.slopes).plus(of_log_q)
+
+        return self.tangent(self.map(curvature))
+
+    def hess(self, hessians: Float[Array, "N d d"]) -> MixtureTangent:
+        """The Hessians of lbar and of log q."""
+        H = jnp.where(self.fine[:, None, None], hessians, 0) + self.terms.log_hessians()
+        return self.tangent(self.map(lambda q, w, e: q.from_hessian(weighted(w, H), 0.0)))
+
+    def map(self, curvature: Callable) -> Any:
+        """Curvatures of all components, from each with its weights and noise."""
+        return jax.vmap(curvature)(self.terms.components, self.weights, self.terms.noise)
+
+    def slopes_of_b(self) -> Float[Array, "N d"]:
+        """Those of lbar and the score, zero where the target is not finite."""
+        return jnp.where(self.fine[:, None], self.slopes + self.terms.score(), 0)
+
+    def tangent(self, curvatures: Any) -> MixtureTangent:
+        """The gradients beside the curvatures."""
+        gradients = matmul(self.weights, self.slopes_of_b())
+        tangents = jax.vmap(lambda q, g, c: GaussianTangent(g, q.whiten(g[None])[0], c))(
+            self.terms.components, gradients, curvatures
+        )
+        excluded = (~self.fine).sum().astype(jnp.int32)
+        return MixtureTangent(tangents, matmul(self.weights, self.b), self.fine.any(), excluded)
+
+
+def _stein(q: Any, weights: Float[Array, " N"], noise: Float[Array, "N d"], slopes: Any) -> Any:
+    """-E_c[eps (A grad)'], made symmetric."""
+    return q.low_rank(0.0, weights[:, None] * noise, q.whiten(slopes))
+
+
+def weighted(weights: Float[Array, " N"], matrices: Float[Array, "N d d"]) -> Float[Array, "d d"]:
+    """The sum of matrices with weights."""
+    return jnp.tensordot(weights, matrices, 1, precision="highest")
 
 
 def from_own(
@@ -145,3 +208,19 @@ def from_own(
     others = known @ means / jnp.maximum(known.sum(), jnp.finfo(E.dtype).tiny)
     excluded = (2 * (K * P - count.sum())).astype(jnp.int32)
     return MixtureTangent(tangents, jnp.where(some, means, others), some.any(), excluded)
+
+
+def weight_step(
+    weights: Float[Array, " K"],
+    gradient: Float[Array, " K"],
+    t: Float[Array, ""],
+    bounded: bool,
+    curved: bool,
+) -> Float[Array, " K"]:
+    """What log pi loses; with `bounded` of limited Fisher length and size."""
+    step = t * (gradient - weights @ gradient)
+    if bounded:
+        length = jnp.sqrt(weights @ jnp.minimum(step**2, 1e30))
+        step = step * LONGEST_WEIGHT_STEP / jnp.maximum(length, LONGEST_WEIGHT_STEP)
+        step = jnp.clip(step, -LARGEST_LOG_WEIGHT_STEP, LARGEST_LOG_WEIGHT_STEP)
+    return step + 0.25 * step**2 if curved else step

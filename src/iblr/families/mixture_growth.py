@@ -58,12 +58,12 @@ def grown(
     row_key, choice_key, scout_key = jax.random.split(key, 3)
     rows, missing = _missing_mass(mixture, log_density, row_key)
     plan = mixture.growth
-    scouts = 0 if plan is None else int(SCOUTING * num)
+    scouts = int(SCOUTING * num) if plan else 0
     noise = jax.random.gumbel(choice_key, missing.shape, missing.dtype)
     means = rows[jax.lax.top_k(jnp.log(missing) + noise, num - scouts)[1]]
     parents = jnp.argmax(mixture.terms(means).responsibilities, axis=0)
     parts = [mixture.components, _moved(mixture.components, parents, means)]
-    if scouts:
+    if plan and scouts:
         shape, is_diagonal = (scouts, mixture.dim), isinstance(parts[0], DiagonalGaussian)
         parts.append(
             scattered(scout_key, shape, plan.scale, plan.spread, is_diagonal, mixture.dtype)

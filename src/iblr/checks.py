@@ -1,0 +1,108 @@
+"""The arguments of `fit`: what is wrong with one, and what to do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Key
+
+from iblr.estimators import AbstractEstimator
+from iblr.families.base import AbstractFamily
+from iblr.loop import Schedule, State
+from iblr.rounds import Rounds
+from iblr.rule import improved_step
+
+
+def check_key(family: AbstractFamily, key: Key[Array, "*runs"]) -> bool:
+    """Whether the fit is a batch of runs; raises where key and family do not go together."""
+    if not isinstance(family, AbstractFamily):
+        raise ValueError(
+            f"`fit(target, family)` needs a family such as `iblr.Gaussian.standard(10)`, but got "
+            f"{family!r}."
+        )
+    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        raise ValueError(
+            "`fit(key=...)` needs a typed key, `jax.random.key(0)`, or a batch of them, "
+            f"`jax.random.split(key, 4)`, but got {key!r}."
+        )
+    if key.ndim > 1:
+        raise ValueError(f"`fit(key=...)` takes one axis of keys, but got shape {key.shape}.")
+    if family.batch_shape not in ((), key.shape):
+        starts = family.batch_shape[0]
+        raise ValueError(
+            f"`fit(target, family, key=...)` got {starts} starts and keys of shape {key.shape}. "
+            f"Pass one key a start: `jax.random.split(key, {starts})`."
+        )
+    return key.ndim == 1
+
+
+def check_state(state: Any, start: State) -> State | Rounds:
+    """The state, if it is one of a fit from a start like this."""
+    grows = start.family.growth is not None
+    reached = state.state if grows and isinstance(state, Rounds) else state
+    same = isinstance(reached, State) and (grows or _alike(reached, start))
+    if not same or grows != isinstance(state, Rounds):
+        raise ValueError(
+            "`fit(state=...)` needs the `posterior.state` of a fit of the same "
+            f"family and number of keys, but got {state!r}."
+        )
+    return state
+
+
+def _alike(state: State, start: State) -> bool:
+    same = jax.tree.structure(state) == jax.tree.structure(start)
+    return same and jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, start)
+
+
+def _is_positive(step_size: Any) -> bool:
+    is_number = isinstance(step_size, int | float | np.number | np.ndarray | jax.Array)
+    return is_number and jnp.shape(step_size) == () and 0 < float(step_size) < jnp.inf
+
+
+def check_method(estimator: Any, rule: Callable, trust_region: bool) -> None:
+    """Raise unless estimator and rule are such, and the rule takes a trust region if asked to."""
+    if estimator is not None and not isinstance(estimator, AbstractEstimator):
+        raise ValueError(
+            f"`fit(estimator=...)` needs an estimator such as `iblr.Stl(pairs=8)`, but got "
+            f"{estimator!r}."
+        )
+    if not callable(rule):
+        raise ValueError(
+            f"`fit(rule=...)` needs a rule such as `iblr.improved_step`, but got {rule!r}."
+        )
+    if trust_region and rule is not improved_step:
+        raise ValueError(
+            "`fit(trust_region=True)` belongs to the improved rule, but got another `rule=`. Leave "
+            "one of the two out."
+        )
+
+
+def check_options(
+    step_size: ArrayLike | Schedule,
+    num_steps: int,
+    momentum: float,
+    chunk_size: int,
+    elbo_draws: int,
+) -> None:
+    """Raise unless counts are counts and the step size is positive, or a schedule of such."""
+    for name, value, least in (
+        ("num_steps", num_steps, 1),
+        ("chunk_size", chunk_size, 1),
+        ("elbo_draws", elbo_draws, 3),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+            raise ValueError(
+                f"`fit({name}=...)` must be a whole number of at least {least}, but got {value!r}."
+            )
+    ends = [step_size(jnp.asarray(k)) for k in (0, num_steps - 1)] if callable(step_size) else []
+    if any(jnp.shape(t) != () or not 0 <= float(t) < jnp.inf for t in ends) or not (
+        callable(step_size) or _is_positive(step_size)
+    ):
+        raise ValueError(
+            "`fit(step_size=...)` must be a positive number or a schedule of the step index, but "
+            f"got {step_size!r}{f' with the values {ends}' if ends else ''}."
+        )
+    if not isinstance(momentum, int | float | np.number) or not 0 <= momentum < 1:
+        raise ValueError(f"`fit(momentum=...)` must be in [0, 1), but got {momentum}.")
