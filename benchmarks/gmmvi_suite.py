@@ -1,10 +1,10 @@
 """Mixtures beside GMMVI (Arenz et al. 2023) on its own suite, at its own number of gradients.
 
-    python benchmarks/gmmvi_suite.py --gmmvi-python /path/to/python [--seconds 60] [--out FILE]
+    python benchmarks/mixtures.py --only gmmvi --gmmvi-python /path/to/python [--seconds 60]
 
-The other Python has `gmmvi` installed; `gmmvi_peer.py` says how. One target after another, GMMVI
-runs there with its own settings until the time is up (`LONGER` gives the slow ones more of it);
-then `iblr.fit` takes as many gradients of the same density, every one of its own counted, with
+The other Python has `gmmvi` installed; `peers/gmmvi_peer.py` says how. One target after another,
+GMMVI runs there with its own settings until the time is up (`LONGER` gives the slow ones more of
+it); then `iblr.fit` takes as many gradients of the same density, every one of its own counted, with
 three keys, of which the lowest ELBO counts. ELBOs of both come from the same estimator: 10^4 fresh
 draws of the mixture in double precision, and the target in single. With `--keep DIR` the files of
 GMMVI's runs stay there, and those that are there already are used again.
@@ -14,7 +14,6 @@ Our start is GMMVI's own (standard deviations of the means and of the components
 GMMVI chooses its number of components itself.
 """
 
-import argparse
 import subprocess
 import tempfile
 from pathlib import Path
@@ -24,11 +23,10 @@ import gmmvi_targets
 import jax
 import jax.numpy as jnp
 import numpy as np
-from reporting import Report, versions
 
 import iblr
 
-PEER = Path(__file__).with_name("gmmvi_peer.py")
+PEER = Path(__file__).parent / "peers" / "gmmvi_peer.py"
 ELBO_DRAWS = 10_000
 TOLERANCE = 0.1
 KEYS = 3
@@ -204,12 +202,15 @@ def disagreement(log_density, kept: dict[str, np.ndarray]) -> float:
 def compare_one(report, python: str, name: str, seconds: float, folder: Path) -> Row:
     """One target: GMMVI, then ours."""
     path = folder / f"{name}.npz"
-    if not path.exists():
+    earlier = path.exists()
+    if not earlier:
         run_peer(python, name, seconds, path)
     kept = dict(np.load(path))
     log_density, settings = gmmvi_targets.load(name, kept), SETTINGS[name]
     dim = kept["mixture_means"].shape[1]
-    report(f"{name}: d = {dim}; {kept['versions']}; {int(kept['iterations'])} iterations of GMMVI")
+    report(f"{name}: d = {dim}; {kept['versions']}")
+    when = ", from an earlier run" if earlier else ""
+    report(f"  {int(kept['iterations'])} iterations of GMMVI, limit {seconds:g} s{when}")
     points = len(kept["points"])
     report(
         f"  log densities of both at {points} points, constants included: largest relative "
@@ -232,9 +233,9 @@ def compare(
     limit_seconds: float = 60.0,
     names: tuple[str, ...] = NAMES,
     folder: Path | None = None,
-) -> list[Row]:
-    """Both libraries on every target, one after the other; a table at the end."""
-    report(f"GMMVI's limit: {limit_seconds:g} s of its own time; times {LONGER}")
+) -> bool:
+    """Both libraries on every target, one after the other; a table, and whether our bar holds."""
+    report(f"GMMVI's limit: {limit_seconds:g} s of its own time; times {LONGER}; all threads")
     report(f"ELBOs of the table from {ELBO_DRAWS} draws; ours is the lowest of {KEYS} keys")
     report("Two columns of seconds: with tracing and compiling, without (GMMVI: its first step)")
     report()
@@ -251,28 +252,7 @@ def compare(
     for row in rows:
         report(str(row))
     counted = [row for row in rows if row.name in SUITE]
-    if len(counted) == len(SUITE):
-        passed = sum(row.passed for row in counted)
-        report(f"\nnot lower by more than {TOLERANCE} nats: {passed} of {len(SUITE)}")
-        report(f"at least four of five: {_verdict(passed >= 4)}")
-    return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gmmvi-python", required=True, help="a Python with GMMVI")
-    parser.add_argument("--targets", nargs="+", choices=NAMES, default=list(NAMES))
-    parser.add_argument("--seconds", type=float, default=60.0, help="limit of GMMVI for a target")
-    parser.add_argument("--keep", type=Path, help="folder for the files of GMMVI's runs")
-    parser.add_argument("--out", type=Path, help="write what is printed here too")
-    arguments = parser.parse_args()
-    report = Report()
-    report(versions())
-    names = tuple(arguments.targets)
-    compare(report, arguments.gmmvi_python, arguments.seconds, names, arguments.keep)
-    if arguments.out is not None:
-        arguments.out.write_text("\n".join(report.lines) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    passed = sum(row.passed for row in counted)
+    report(f"\nnot lower by more than {TOLERANCE} nats: {passed} of {len(counted)}")
+    report(f"all but one of them: {_verdict(passed >= len(counted) - 1)}")
+    return passed >= len(counted) - 1

@@ -292,7 +292,7 @@ def measure_gmmvi(report: Report, options: argparse.Namespace) -> bool:
     if options.gmmvi_python is None:
         report("GMMVI's suite: not run, no --gmmvi-python")
         return True
-    return compare_gmmvi(report, options.gmmvi_python, options.seconds)
+    return compare_gmmvi(report, options.gmmvi_python, options.seconds, folder=options.keep)
 
 
 PARTS = {
@@ -314,6 +314,7 @@ def main() -> int:
     parser.add_argument("--steps", type=whole_number, default=50_000, help="in 300 dimensions")
     parser.add_argument("--marginals", type=Path, help="a file for those of 300 dimensions (.npz)")
     parser.add_argument("--gmmvi-python", type=Path, help="a Python that has gmmvi==1.1")
+    parser.add_argument("--keep", type=Path, help="a folder for the files of GMMVI's runs")
     parser.add_argument("--seconds", type=whole_number, default=60, help="for GMMVI, a target")
     parser.add_argument("--out", type=Path, help="a file for what is printed")
     options = parser.parse_args()

@@ -77,7 +77,7 @@ def _best(posterior: Posterior) -> float:
 def _refined(posterior: Posterior, target: Target) -> Posterior:
     """Without negligible components, and with an ELBO fit to be compared."""
     mixture: Any = posterior.family
-    counts = (np.exp(mixture.log_weights) >= NEGLIGIBLE_WEIGHT).sum(-1)
+    counts = (mixture.weights >= NEGLIGIBLE_WEIGHT).sum(-1)
     num = max(int(np.max(counts)), 1)
     family, estimate = _pruned(mixture, posterior.state, target, num)
     return dataclasses.replace(

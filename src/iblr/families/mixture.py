@@ -219,7 +219,7 @@ class GaussianMixture(AbstractFamily):
         return self.log_weights.shape[-1]
 
     @property
-    def weights(self) -> Float[Array, " K"]:
+    def weights(self) -> Float[Array, "*runs K"]:
         """pi."""
         return jnp.exp(self.log_weights)
 

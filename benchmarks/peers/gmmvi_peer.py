@@ -1,12 +1,12 @@
 """Runs GMMVI on one target of its own suite; for a Python that has it, beside `gmmvi_suite.py`.
 
-    /path/to/that/python benchmarks/gmmvi_peer.py stm20 --seconds 60 --out stm20.npz
+    /path/to/that/python benchmarks/peers/gmmvi_peer.py stm20 --seconds 60 --out stm20.npz
 
 It needs no iblr and no JAX. On Python 3.11 this works; `gmmvi` itself goes without its
 requirements, of which its fits and these targets need no others:
 
     pip install "tensorflow-cpu==2.15.1" "tensorflow-probability==0.23.0" "numpy<2" \\
-        PyYAML mergedeep matplotlib psutil
+        PyYAML mergedeep matplotlib
     pip install --no-deps "gmmvi==1.1"
 
 The algorithm is SAMTRON, which GMMVI recommends: gradients of the target by Stein's identity, an
