@@ -105,10 +105,11 @@ def test_new_components_start_where_mass_is_missing():
         lambda: GaussianMixture.init(KEY, "many", 2),
         lambda: GaussianMixture.init(KEY, "auto", 2, most=0),
         lambda: GaussianMixture.init(KEY, "auto", 2, learn_weights=False),
+        lambda: iblr.Product({"z": start()}),
         lambda: fit(start(), state=iblr.init(GaussianMixture.init(KEY, 4, 2), KEY)),
     ],
-    ids=["word", "most", "weights", "state"],
+    ids=["word", "most", "weights", "product", "state"],
 )
 def test_bad_input_is_named(wrong):
-    with no_type_hook(), pytest.raises(ValueError, match="GaussianMixture.init|fit"):
+    with no_type_hook(), pytest.raises(ValueError, match="GaussianMixture.init|fit|Product"):
         wrong()

@@ -69,6 +69,11 @@ class Product(AbstractFamily):
                 raise ValueError(
                     f"`Product(parts)` needs names and families, but got {name!r}: {part!r}."
                 )
+            if part.growth is not None:
+                raise ValueError(
+                    f"`Product(parts)` needs parts of one size, but {name!r} adapts it. Give the "
+                    "number of components, or take `dataclasses.replace(mixture, growth=None)`."
+                )
         if len({part.dtype for part in parts.values()}) > 1:
             shown = {name: str(part.dtype) for name, part in parts.items()}
             raise ValueError(f"`Product(parts)` needs parts of one precision, but got {shown}.")
