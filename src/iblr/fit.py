@@ -127,9 +127,9 @@ def fit(
         estimator: how the natural gradient is estimated; None is `Stl(pairs=8)`, for a mixture in d
             dimensions `Stl(pairs=d/20)`.
         step_size: t, a number or a schedule of the step index (any of optax's). None is
-            min(1/10, 2 / (10 + k)) for a Gaussian over real parameters, 0.15 for two fifths of
-            all steps and then linearly to zero for a mixture, min(1/2, 5 / (10 + k)) for other
-            families.
+            min(1/10, 2 / (10 + k)) for a Gaussian over real parameters, 0.15 (or 3 pairs / d, if
+            that is smaller) for two fifths of all steps and then linearly to zero for a mixture,
+            min(1/2, 5 / (10 + k)) for other families.
         num_steps: steps to take; for a mixture of `components="auto"` those of every round.
         momentum: r of the natural momentum of a Gaussian's mean, in [0, 1).
         trust_region: bound the change of one step, see `improved_step`. For a Gaussian worth it far
@@ -163,7 +163,8 @@ def fit(
         family = family.with_support(support)
     defaults = family.defaults
     if step_size is None:
-        step_size = defaults.step_size(num_steps)
+        pairs = estimator.pairs if isinstance(estimator, Stl) else defaults.pairs
+        step_size = defaults.step_size(num_steps, pairs)
     if trust_region is None:
         trust_region = rule is improved_step and defaults.trust_region
     check_options(step_size, num_steps, momentum, chunk_size, elbo_draws)

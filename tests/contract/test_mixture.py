@@ -214,3 +214,12 @@ def test_what_has_no_closed_form_says_so():
         q.kl(q)
     with no_type_hook(), pytest.raises(ValueError, match="no exact term under a mixture"):
         iblr.Rep(4)(q, Target(log_likelihood=log_density, prior=q), KEY)
+
+
+def test_fewer_pairs_than_the_default_have_smaller_steps():
+    """Their noise, of relative size d / pairs, would not be stable with the same ones."""
+    defaults = GaussianMixture.init(KEY, 2, 60).defaults
+    assert defaults.pairs == 3
+    assert np.isclose(defaults.step_size(100, 3)(0), 0.15)
+    assert np.isclose(defaults.step_size(100, 1)(0), 0.05)
+    assert np.isclose(GaussianMixture.init(KEY, 2, 2).defaults.step_size(100, 1)(0), 0.15)

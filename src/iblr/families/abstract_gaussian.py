@@ -207,7 +207,7 @@ class AbstractGaussian(AbstractFamily):
         """Modest steps for a Gaussian over real parameters."""
         if not self.structure.is_real:
             return super().defaults
-        return Defaults(lambda num_steps: modest_steps, False, 8)
+        return Defaults(lambda num_steps, pairs: modest_steps, False, 8)
 
     def draw(self, key: Key[Array, ""], num: int, antithetic: bool = False) -> Draws:
         """mu + E A, or mu +- E A with half as many rows E."""

@@ -53,12 +53,12 @@ class Defaults(NamedTuple):
     """What `iblr.fit` takes for a family where nothing is said, as measured in benchmarks.
 
     Attributes:
-        step_size: the schedule of t for a number of steps.
+        step_size: the schedule of t for a number of steps and of pairs.
         trust_region: whether the improved rule bounds the change of one step.
         pairs: those of `Stl`.
     """
 
-    step_size: Callable[[int], Callable[[ArrayLike], Float[Array, ""]]]
+    step_size: Callable[[int, int], Callable[[ArrayLike], Float[Array, ""]]]
     trust_region: bool
     pairs: int
 
@@ -139,7 +139,7 @@ class AbstractFamily(eqx.Module):
     @property
     def defaults(self) -> Defaults:
         """What `iblr.fit` takes where nothing is said."""
-        return Defaults(lambda num_steps: bold_steps, True, 8)
+        return Defaults(lambda num_steps, pairs: bold_steps, True, 8)
 
     @property
     def leaves_out_draws(self) -> bool:

@@ -81,7 +81,7 @@ from iblr.status import Status
 from iblr.structure import Structure
 
 LARGEST_STEP = 0.15
-DIMS_A_PAIR = 20
+LARGEST_NOISE = 3.0
 
 
 class GaussianMixture(AbstractFamily):
@@ -288,13 +288,17 @@ class GaussianMixture(AbstractFamily):
 
     @property
     def defaults(self) -> Defaults:
-        """Steps that settle, and as many pairs of every component as such steps need.
+        """Steps that settle, and as many pairs of every component as the largest of them needs.
 
         The low-rank estimate of the curvature from P pairs has relative noise d / P, so steps of t
         are stable up to about t d / P = 3.
         """
-        pairs = -(-self.dim // DIMS_A_PAIR)
-        return Defaults(lambda num_steps: SettlingSteps(LARGEST_STEP, num_steps), True, pairs)
+
+        def step_size(num_steps: int, pairs: int) -> SettlingSteps:
+            return SettlingSteps(min(LARGEST_STEP, LARGEST_NOISE * pairs / self.dim), num_steps)
+
+        pairs = -(-self.dim * LARGEST_STEP // LARGEST_NOISE)
+        return Defaults(step_size, True, int(pairs))
 
     @property
     def leaves_out_draws(self) -> bool:

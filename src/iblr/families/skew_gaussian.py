@@ -154,7 +154,7 @@ class SkewGaussian(AbstractFamily):
     @property
     def defaults(self) -> Defaults:
         """Steps that settle late: alpha = 0 is a saddle, which is left slowly."""
-        return Defaults(lambda num_steps: SettlingSteps(LARGEST_STEP, num_steps), True, 8)
+        return Defaults(lambda num_steps, pairs: SettlingSteps(LARGEST_STEP, num_steps), True, 8)
 
     @property
     def dtype(self) -> Any:
