@@ -7,7 +7,7 @@ import pytest
 from helpers import assert_same_bits, no_type_hook
 
 import iblr
-from iblr import GaussianMixture, Status
+from iblr import GaussianMixture, Status, rounds
 from iblr.families.mixture_growth import NEGLIGIBLE_WEIGHT
 
 KEY = jax.random.key(0)
@@ -58,6 +58,22 @@ def test_a_stopped_fit_goes_on_with_the_same_bits(whole, chunks):
     stopped = fit(start(), callback=lambda progress: told.append(progress) or len(told) == chunks)
     assert stopped.num_steps == 100 * chunks
     assert_same_bits(fit(start(), state=stopped.state).family, whole.family)
+
+
+def test_an_interrupt_between_rounds_loses_nothing(whole, monkeypatch):
+    look, calls = rounds._pruned, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return look(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rounds, "_pruned", interrupted)
+        part = fit(start())
+    assert part.status == Status.interrupted and part.num_steps == 2 * STEPS
+    assert_same_bits(fit(start(), state=part.state).family, whole.family)
 
 
 def test_a_round_that_does_not_help_is_undone():

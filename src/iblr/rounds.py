@@ -12,6 +12,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from iblr.diagnostics import Elbo, elbo
@@ -47,26 +48,40 @@ def fit_in_rounds(
     """Rounds of `run`, which takes `num_steps` steps unless it is stopped."""
     rounds = now if isinstance(now, Rounds) else Rounds(now, None)
     while True:
-        reached = rounds.reached
         last = run(rounds.state)
         stopped = last.num_steps < num_steps
-        after = last if stopped else _refined(last, target)
-        whole = _joined(reached, after, Rounds(last.state, reached))
-        if reached is not None and not _best(after) >= _best(reached) + LEAST_GAIN:
-            status = after.status if stopped else reached.status
-            return dataclasses.replace(
-                whole,
-                family=reached.family,
-                elbo=reached.elbo,
-                elbo_se=reached.elbo_se,
-                status=status,
-            )
-        mixture: Any = after.family
-        size = mixture.num_components
-        more = min(size, mixture.growth.most - size)
-        if stopped or more < 1 or not np.any(after.status == Status.ok):
-            return whole
-        rounds = Rounds(_grown(mixture, last.state, target, more), whole)
+        try:
+            after = last if stopped else _refined(last, target)
+            kept, grows = _judged(rounds.reached, after)
+            more = _room(after)
+            if stopped or not grows or more < 1:
+                return dataclasses.replace(kept, state=Rounds(last.state, rounds.reached))
+            rounds = Rounds(_grown(after.family, last.state, target, more), kept)
+        except KeyboardInterrupt:  # the state is that before this round, which is taken again
+            last = _joined(rounds.reached, last)
+            status = jax.tree.map(jnp.full_like, last.status, Status.interrupted)
+            return dataclasses.replace(last, status=status, state=rounds)
+
+
+def _judged(before: Posterior | None, after: Posterior) -> tuple[Posterior, bool]:
+    """The better of both with the history of both, and whether the later one is."""
+    whole = _joined(before, after)
+    if before is None or _best(after) >= _best(before) + LEAST_GAIN:
+        return whole, bool(np.any(after.status == Status.ok))
+    interrupted = np.any(after.status == Status.interrupted)
+    return dataclasses.replace(
+        whole,
+        family=before.family,
+        elbo=before.elbo,
+        elbo_se=before.elbo_se,
+        status=after.status if interrupted else before.status,
+    ), False
+
+
+def _room(posterior: Posterior) -> int:
+    """Components to add: as many as there are, within the limit."""
+    mixture: Any = posterior.family
+    return min(mixture.num_components, mixture.growth.most - mixture.num_components)
 
 
 def _best(posterior: Posterior) -> float:
@@ -97,7 +112,7 @@ def _pruned(
 
 
 @eqx.filter_jit
-def _grown(family: GaussianMixture, state: State, target: Target, num: int) -> State:
+def _grown(family: Any, state: State, target: Target, num: int) -> State:
     def one_run(family: GaussianMixture, key: Any):
         growth_key, batch_key = jax.random.split(jax.random.fold_in(key, GROWTH_TAG))
         log_density = target.whole(family.structure, target.batch(batch_key))
@@ -110,13 +125,13 @@ def _over_runs(function: Callable, family: GaussianMixture, state: State) -> Any
     return (jax.vmap(function) if state.key.ndim else function)(family, state.key)
 
 
-def _joined(before: Posterior | None, after: Posterior, rounds: Rounds) -> Posterior:
+def _joined(before: Posterior | None, after: Posterior) -> Posterior:
     """The later posterior with the history of both."""
     if before is None:
-        return dataclasses.replace(after, state=rounds)
+        return after
     arrays, numbers = ("refused", "limited", "halvings", "excluded"), ("num_steps", "num_gradients")
     sums = {name: getattr(before, name) + getattr(after, name) for name in arrays + numbers}
     sums |= {name: np.asarray(sums[name]) for name in arrays}
     later = after.trace._replace(step=after.trace.step + before.num_steps)
     trace = Trace(*(np.concatenate(pair) for pair in zip(before.trace, later, strict=True)))
-    return dataclasses.replace(after, state=rounds, trace=trace, **sums)
+    return dataclasses.replace(after, trace=trace, **sums)
