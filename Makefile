@@ -19,7 +19,7 @@ run: $(INSTALLED) ## run the quickstart example
 	$(BIN)/python examples/quickstart.py
 
 test: $(INSTALLED) ## run the default test suite
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-slow: $(INSTALLED) ## run the tests marked slow
 	$(BIN)/pytest -m slow

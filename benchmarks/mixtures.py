@@ -51,7 +51,7 @@ def bar(report: Report, what: str, value: float, largest: float) -> bool:
 
 
 def fits(report: Report, title: str, target: StudentMixture, starts: list, **options):
-    """One fit a start; the means over them of KL, modes, gradients and seconds."""
+    """One fit a start; of each KL, modes, gradients and seconds."""
     report(title)
     rows = []
     for seed, start in enumerate(starts):
@@ -63,7 +63,7 @@ def fits(report: Report, title: str, target: StudentMixture, starts: list, **opt
             f"{fit.family.num_components} components, {fit.num_gradients} gradients, "
             f"{fit.seconds:.1f} s"
         )
-    return np.mean(rows, axis=0)
+    return np.array(rows).T
 
 
 def measure_quality(report: Report, options: argparse.Namespace) -> bool:
@@ -73,16 +73,17 @@ def measure_quality(report: Report, options: argparse.Namespace) -> bool:
         authors_start(jax.random.key(100 + s), COMPONENTS, DIM, learn_weights=False) for s in seeds
     ]
     target = StudentMixture.make(key, DIM, 10, 20.0)
-    kl, modes, gradients, _ = fits(
+    kls, modes, gradients, _ = fits(
         report,
         "V_k a precision, weights fixed, defaults, 2500 steps",
         target,
         fixed,
         num_steps=2500,
     )
-    passed = [bar(report, "mean KL", kl, 0.65), bar(report, "10 - mean modes", 10 - modes, 1.0)]
-    passed += [bar(report, "gradients a step", gradients / 2500, 50)]
-    kl, _, _, _ = fits(
+    passed = [bar(report, "mean KL", kls.mean(), 0.65)]
+    passed += [bar(report, "modes missed of 10, mean", 10 - modes.mean(), 1.0)]
+    passed += [bar(report, "gradients a step", gradients.max() / 2500, 50)]
+    kls, _, _, _ = fits(
         report,
         "the same by the paper's Hess(10) at 0.04, 4000 steps",
         target,
@@ -92,14 +93,15 @@ def measure_quality(report: Report, options: argparse.Namespace) -> bool:
         step_size=0.04,
         trust_region=False,
     )
-    passed += [bar(report, "mean KL", kl, 0.75)]
+    passed += [bar(report, "mean KL", kls.mean(), 0.75)]
     target = StudentMixture.make(key, DIM, 10, 20.0, shape_matrices=True)
     learned = [authors_start(jax.random.key(100 + s), COMPONENTS, DIM) for s in seeds]
-    kl, _, gradients, seconds = fits(
+    kls, _, gradients, seconds = fits(
         report, "V_k a shape matrix, weights learned, defaults", target, learned, num_steps=1600
     )
-    passed += [bar(report, "mean KL", kl, 0.56), bar(report, "gradients", gradients, 81_000)]
-    passed += [bar(report, "seconds, compilation included", seconds, 6.0)]
+    passed += [bar(report, "mean KL", kls.mean(), 0.56)]
+    passed += [bar(report, "gradients", gradients.max(), 81_000)]
+    passed += [bar(report, "largest seconds, compilation included", seconds.max(), 6.0)]
     grown = [authors_start(jax.random.key(100 + s), "auto", DIM) for s in seeds]
     fits(report, 'the same with components="auto"', target, grown)
     return all(passed)
@@ -148,7 +150,8 @@ def measure_speed(report: Report, options: argparse.Namespace) -> bool:
     ratio = statistics.median(b / a for a, b in zip(ours, loops, strict=True))
     medians = [1e3 * statistics.median(times) for times in (ours, loops)]
     report("  ours {:.2f} ms, loop {:.2f} ms".format(*medians))
-    return bar(report, "10 / (loop / ours)", 10 / ratio, 1.0) and same
+    report(f"  {ratio:.1f} times faster, bar 10: {'PASS' if ratio >= 10 else 'FAIL'}")
+    return ratio >= 10 and same
 
 
 def _precisions(mixture: iblr.GaussianMixture):
@@ -195,8 +198,9 @@ def measure_cost(report: Report, options: argparse.Namespace) -> bool:
     report("milliseconds a step against d, K = 8, a pair of each")
     dims = (100, 200, 400, 800, 1600)
     by_dim = [seconds_a_step(8, d, 1, options.rounds) for d in dims]
-    for d, seconds in zip(dims, by_dim, strict=True):
-        report(f"  {d:>4} {1e3 * seconds:>9.3f}")
+    doublings = np.log2(np.array(by_dim[1:]) / by_dim[:-1])
+    for d, seconds, power in zip(dims, by_dim, ["", *doublings.round(2)], strict=True):
+        report(f"  {d:>4} {1e3 * seconds:>9.3f} {power:>5}")
     return bar(report, "exponent of d", _exponent(dims, by_dim), 2.2) and passed
 
 

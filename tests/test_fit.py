@@ -449,7 +449,7 @@ def test_the_default_step_size_decays():
     np.testing.assert_allclose(
         posterior.trace.step_size, [2 / (10 + 99), 2 / (10 + 199)], rtol=1e-5
     )
-    assert iblr.Gaussian.standard(1).defaults.step_size(100)(0) == pytest.approx(0.1)
+    assert iblr.Gaussian.standard(1).defaults.step_size(100, 8)(0) == pytest.approx(0.1)
 
 
 def test_a_trust_region_bounds_the_first_step():

@@ -41,8 +41,8 @@ def check_key(family: AbstractFamily, key: Key[Array, "*runs"]) -> bool:
 def check_state(state: Any, start: State) -> State | Rounds:
     """The state, if it is one of a fit from a start like this."""
     grows = start.family.growth is not None
-    reached = state.state if grows and isinstance(state, Rounds) else state
-    same = isinstance(reached, State) and (grows or _alike(reached, start))
+    reached = state.state if isinstance(state, Rounds) else state
+    same = isinstance(reached, State) and _alike(reached, start, grows)
     if not same or grows != isinstance(state, Rounds):
         raise ValueError(
             "`fit(state=...)` needs the `posterior.state` of a fit of the same "
@@ -51,9 +51,14 @@ def check_state(state: Any, start: State) -> State | Rounds:
     return state
 
 
-def _alike(state: State, start: State) -> bool:
-    same = jax.tree.structure(state) == jax.tree.structure(start)
-    return same and jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, start)
+def _alike(state: State, start: State, grows: bool) -> bool:
+    """Whether all arrays have the same shapes; but for the number of components where it grows."""
+    if jax.tree.structure(state) != jax.tree.structure(start):
+        return False
+    if grows:
+        parts = (lambda s: s.key.shape, lambda s: s.family.dtype, lambda s: s.family.structure)
+        return all(part(state) == part(start) for part in parts)
+    return jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, start)
 
 
 def _is_positive(step_size: Any) -> bool:

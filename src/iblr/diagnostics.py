@@ -65,8 +65,9 @@ def elbo(
         terms = sampled + known
         fine = jnp.isfinite(terms) if family.leaves_out_draws else jnp.ones(draws, bool)
         count = jnp.where(fine.sum() > 1, fine.sum(), jnp.nan).astype(terms.dtype)
-        mean = terms.mean(where=fine) + jnp.log(count / draws)
-        return Elbo(mean, terms.std(where=fine) / jnp.sqrt(count - 1))
+        share = count / draws
+        variance = terms.var(where=fine) / (count - 1) + (1 - share) / count
+        return Elbo(terms.mean(where=fine) + jnp.log(share), jnp.sqrt(variance))
     deviation = known - expectation
     spread = jnp.var(deviation)
     slope = jnp.mean((sampled - sampled.mean()) * deviation) / jnp.where(spread > 0, spread, 1)

@@ -275,7 +275,8 @@ def _preflight(target: Target, family: AbstractFamily, key: Key[Array, "*runs"],
     """Check the target at the mean of the start (the first, in a batch) and at draws around it."""
     if batched:
         family, key = jax.tree.map(lambda x: x[0], (family, key))
-    target.check(family.structure, _first_points(family, key), len(family.centres))
+    starts = 0 if family.leaves_out_draws else len(family.centres)
+    target.check(family.structure, _first_points(family, key), starts)
     prior = target.exact_prior
     if prior is not None and family.entropy() is not None:
         expected = prior.expected_log_prob(family)

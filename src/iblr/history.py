@@ -149,6 +149,7 @@ class ProgressLine:
         self.stream = sys.stderr
         self.shown = self.stream.isatty() if wanted is None else wanted
         self.width = 0
+        self.before = 0, 0.0
 
     def show(self, told: Progress) -> None:
         """Rewrite the line."""
@@ -158,7 +159,10 @@ class ProgressLine:
         if np.ndim(elbo):
             best = int(np.argmax(np.nan_to_num(elbo, nan=-np.inf)))
             elbo, elbo_se, which = elbo[best], elbo_se[best], f" (best of {len(told.elbo)})"
-        rate = told.step / max(told.seconds, 1e-9)
+        step, seconds = self.before
+        taken = told.step - step if told.step > step else told.step
+        rate = taken / max(told.seconds - seconds, 1e-9)
+        self.before = told.step, told.seconds
         text = (
             f"step {told.step}/{told.num_steps}  ELBO {elbo:.4f} ± {elbo_se:.4f}{which}  "
             f"step size {told.step_size:.2g}  {rate:.0f} steps/s"

@@ -2,11 +2,13 @@
 
 A round is a fit of its own, with all its steps and its own schedule. After it negligible components
 are deleted and the ELBO is taken from many draws; a round that did not raise it is undone and ends
-the fit. The number of components doubles from round to round. In a batch of runs all have the same
+the fit. The number of components doubles from round to round, to powers of two, so that programs
+are compiled for few sizes. In a batch of runs all have the same
 number, that of the run which needs most, and the ELBO of the best run counts.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +48,7 @@ def fit_in_rounds(
     num_steps: int,
 ) -> Posterior:
     """Rounds of `run`, which takes `num_steps` steps unless it is stopped."""
-    rounds = now if isinstance(now, Rounds) else Rounds(now, None)
+    rounds = _resumed(now) if isinstance(now, Rounds) else Rounds(now, None)
     while True:
         last = run(rounds.state)
         stopped = last.num_steps < num_steps
@@ -63,10 +65,22 @@ def fit_in_rounds(
             return dataclasses.replace(last, status=status, state=rounds)
 
 
+def _resumed(rounds: Rounds) -> Rounds:
+    """With the counts of an earlier call at zero; the number of steps is that since the start."""
+    reached = rounds.reached
+    if reached is None:
+        return rounds
+    counts = ("refused", "limited", "halvings", "excluded")
+    zeros = {name: np.zeros_like(getattr(reached, name)) for name in counts}
+    trace = Trace(*(values[:0] for values in reached.trace))
+    reached = dataclasses.replace(reached, trace=trace, num_gradients=0, **zeros)
+    return Rounds(rounds.state, reached)
+
+
 def _judged(before: Posterior | None, after: Posterior) -> tuple[Posterior, bool]:
     """The better of both with the history of both, and whether the later one is."""
     whole = _joined(before, after)
-    if before is None or _best(after) >= _best(before) + LEAST_GAIN:
+    if before is None or _gains(before, after):
         return whole, bool(np.any(after.status == Status.ok))
     interrupted = np.any(after.status == Status.interrupted)
     return dataclasses.replace(
@@ -79,14 +93,23 @@ def _judged(before: Posterior | None, after: Posterior) -> tuple[Posterior, bool
 
 
 def _room(posterior: Posterior) -> int:
-    """Components to add: as many as there are, within the limit."""
+    """Components to add: up to the power of two that is twice as many or next to it."""
     mixture: Any = posterior.family
-    return min(mixture.num_components, mixture.growth.most - mixture.num_components)
+    size = mixture.num_components
+    return min(2 ** math.ceil(math.log2(2 * size)), mixture.growth.most) - size
 
 
-def _best(posterior: Posterior) -> float:
-    """The ELBO of the best run."""
-    return float(np.nan_to_num(posterior.elbo, nan=-np.inf, posinf=-np.inf).max())
+def _gains(before: Posterior, after: Posterior) -> bool:
+    """Whether the best run rose, by what matters and by what its noise allows to say."""
+    (old, old_se), (new, new_se) = _best(before), _best(after)
+    return new - old >= max(LEAST_GAIN, 2 * math.hypot(old_se, new_se))
+
+
+def _best(posterior: Posterior) -> tuple[float, float]:
+    """The ELBO of the best run, and its standard error."""
+    values = np.nan_to_num(np.atleast_1d(posterior.elbo), nan=-np.inf, posinf=-np.inf)
+    best = int(values.argmax())
+    return float(values[best]), float(np.nan_to_num(np.atleast_1d(posterior.elbo_se)[best]))
 
 
 def _refined(posterior: Posterior, target: Target) -> Posterior:
@@ -114,9 +137,8 @@ def _pruned(
 @eqx.filter_jit
 def _grown(family: Any, state: State, target: Target, num: int) -> State:
     def one_run(family: GaussianMixture, key: Any):
-        growth_key, batch_key = jax.random.split(jax.random.fold_in(key, GROWTH_TAG))
-        log_density = target.whole(family.structure, target.batch(batch_key))
-        return init(family.grown(log_density, growth_key, num), jax.random.fold_in(key, ROUND_TAG))
+        grown = family.grown(target, jax.random.fold_in(key, GROWTH_TAG), num)
+        return init(grown, jax.random.fold_in(key, ROUND_TAG))
 
     return _over_runs(one_run, family, state)
 

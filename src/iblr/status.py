@@ -13,9 +13,10 @@ class Status(eqx.Enumeration):
 
     ok = "Finished without trouble."
     nonfinite = (
-        "The log density or its gradient was nan or infinite at the points sampled, so the step "
-        "was refused and the family kept. Check the log density's support, or start from a family "
-        "whose draws stay inside it, such as a narrower one; `trust_region=True` may help too."
+        "The log density or its gradient at the points sampled, or the step computed from them, "
+        "was nan or infinite, so the step was refused and the family kept. Check the log density's "
+        "support, or start from a family whose draws stay inside it, such as a narrower one; a "
+        "smaller step size or `trust_region=True` may help too."
     )
     left_set = (
         "The step left the set of valid parameters (a precision would not be positive definite, a "

@@ -170,7 +170,10 @@ class Target(eqx.Module):
         return log_density
 
     def check(self, structure: Structure, points: Float[Array, "n d"], starts: int = 1) -> None:
-        """Raise `ValueError` unless the target can be fitted from `points`, the first as starts."""
+        """Raise `ValueError` unless the target can be fitted from `points`.
+
+        It must be finite at one of the first `starts` of them, if there are any.
+        """
         _check_prior(self, structure)
         batch = self.batch(jax.random.key(0))
         for name in ("log_density", "log_likelihood", "prior"):
@@ -245,15 +248,15 @@ def _check_values(
     called: str, values: Float[Array, " n"], gradients: Float[Array, "n d"], starts: int
 ) -> None:
     finite = jnp.isfinite(values) & jnp.isfinite(gradients).all(axis=1)
-    if not bool(finite[:starts].any()):
+    if starts and not bool(finite[:starts].any()):
         value_is_finite = bool(jnp.isfinite(values[0]))
         what = "its gradient is nan or infinite" if value_is_finite else f"it returned {values[0]}"
         raise ValueError(
             f"{called} is not finite at the start: {what}. Start the family inside the support, or "
             "reparameterise so that every point is allowed."
         )
-    flat = bool((gradients[finite] == 0).all()) and bool(jnp.ptp(values[finite]) > 0)
-    if flat:
+    values, gradients = values[finite], gradients[finite]
+    if values.size and bool((gradients == 0).all()) and bool(jnp.ptp(values) > 0):
         raise ValueError(
             f"{called} is not differentiable: it varies, but its gradient is zero everywhere it "
             "was tried. Remove rounding, comparisons or `stop_gradient` from it."

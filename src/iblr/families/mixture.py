@@ -35,7 +35,7 @@ to a factor of e: far from the target b differs between components by thousands 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -70,6 +70,7 @@ from iblr.families.mixture_gradients import (
     weighted,
 )
 from iblr.families.mixture_growth import (
+    CANDIDATES,
     FIRST_COMPONENTS,
     MOST_COMPONENTS,
     NEGLIGIBLE_WEIGHT,
@@ -79,6 +80,7 @@ from iblr.families.mixture_growth import (
 from iblr.linalg import matmul
 from iblr.status import Status
 from iblr.structure import Structure
+from iblr.target import as_target
 
 LARGEST_STEP = 0.15
 LARGEST_NOISE = 3.0
@@ -134,6 +136,7 @@ class GaussianMixture(AbstractFamily):
         spread: float = 1.0,
         diagonal: bool = False,
         learn_weights: bool = True,
+        curved_weights: bool = False,
         most: int = MOST_COMPONENTS,
         dtype: Any = None,
         support: Any = None,
@@ -150,6 +153,7 @@ class GaussianMixture(AbstractFamily):
             spread: that of the component means.
             diagonal: whether covariances are diagonal.
             learn_weights: whether the weights move.
+            curved_weights: whether they move with their second-order term.
             most: components that "auto" may come to.
             dtype: the floating-point type.
             support: as for `Gaussian.standard`.
@@ -157,8 +161,11 @@ class GaussianMixture(AbstractFamily):
         call, growth = "GaussianMixture.init", None
         arguments.check_count(call, "most", most)
         for name, value in (("scale", scale), ("spread", spread)):
-            if not 0 < value < float("inf"):
-                raise ValueError(f"`{call}({name}=...)` must be positive, but got {value!r}.")
+            is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+            if not is_number or not 0 < value < float("inf"):
+                raise ValueError(
+                    f"`{call}({name}=...)` must be a positive number, but got {value!r}."
+                )
         if components == "auto":
             if not learn_weights:
                 raise ValueError(
@@ -171,7 +178,9 @@ class GaussianMixture(AbstractFamily):
         structure, dtype = arguments.start_structure(call, dim, like, dtype, support)
         stacked = scattered(key, (components, structure.dim), scale, spread, diagonal, dtype)
         log_weights = arguments.log_simplex(call, None, components, dtype)
-        return GaussianMixture(stacked, log_weights, structure, learn_weights, growth=growth)
+        return GaussianMixture(
+            stacked, log_weights, structure, learn_weights, curved_weights, growth
+        )
 
     @staticmethod
     def from_moments(
@@ -225,6 +234,7 @@ class GaussianMixture(AbstractFamily):
 
     def __getitem__(self, index: int) -> Gaussian | DiagonalGaussian:
         """One component."""
+        self._check_single("mixture[component]")
         if not -self.num_components <= index < self.num_components:
             raise IndexError(f"component {index} of {self.num_components}")
         one = jax.tree.map(lambda leaf: leaf[index], self.components)
@@ -234,16 +244,25 @@ class GaussianMixture(AbstractFamily):
             mean=one.mean, factor=one.factor, log_det=one.log_det, structure=self.structure
         )
 
+    def _check_single(self, call: str) -> None:
+        if self.batch_shape:
+            raise ValueError(
+                f"`{call}` needs one mixture, but this holds a batch of shape {self.batch_shape}. "
+                "Take one run, `posterior[i].family`, or map over them by `jax.vmap`."
+            )
+
     def with_support(self, support: Any) -> "GaussianMixture":
         """The same mixture over x, its points mapped onto the supports of the leaves."""
         return dataclasses.replace(self, structure=self.structure.with_support(support))
 
     def pruned(self, smallest: float = NEGLIGIBLE_WEIGHT) -> "GaussianMixture":
         """Without the components whose weight is below `smallest`; the heaviest stays."""
+        self._check_single("pruned")
         return self.heaviest(max(int((self.weights >= smallest).sum()), 1))
 
     def heaviest(self, num: int) -> "GaussianMixture":
         """The `num` components of largest weight, in their order."""
+        arguments.check_count("heaviest", "num", num, self.num_components)
         kept = jnp.sort(jax.lax.top_k(self.log_weights, num)[1])
         return dataclasses.replace(
             self,
@@ -311,9 +330,11 @@ class GaussianMixture(AbstractFamily):
         return self.log_weights.dtype
 
     @property
-    def mean(self) -> Float[Array, " d"]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def mean(self) -> Float[Array, "*runs d"]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """sum_c pi_c mu_c."""
-        return matmul(self.weights, self.components.mean)
+        return jnp.einsum(
+            "...k,...kd->...d", self.weights, self.components.mean, precision="highest"
+        )
 
     @property
     def standard_deviations(self) -> Float[Array, " d"]:
@@ -449,20 +470,19 @@ class GaussianMixture(AbstractFamily):
         )
         return dataclasses.replace(tangent, components=components)
 
-    def grown(
-        self,
-        log_density: Callable[[Float[Array, " d"]], Float[Array, ""]],
-        key: Key[Array, ""],
-        num: int,
-    ) -> "GaussianMixture":
-        """With `num` more components where it misses mass, a start for another fit.
+    def grown(self, target: Any, key: Key[Array, ""], num: int) -> "GaussianMixture":
+        """With `num` more components where it misses mass of the target: a start for another fit.
 
         Args:
-            log_density: of one flat point x.
-            key: for the candidates.
+            target: a log density or a `Target`, as for `fit`.
+            key: for the candidates, and a minibatch.
             num: components to add, at most 512.
         """
-        return grown(self, log_density, key, num)
+        arguments.check_count("grown", "num", num, CANDIDATES)
+        growth_key, batch_key = jax.random.split(key)
+        target = as_target(target, "grown")
+        log_density = target.whole(self.structure, target.batch(batch_key))
+        return grown(self, log_density, growth_key, num)
 
     # The rules.
 

@@ -30,8 +30,18 @@ def scattered(
     dtype: Any,
 ) -> Component | DiagonalGaussian:
     """K Gaussians of covariance scale^2 I, their means drawn from N(0, spread^2 I)."""
-    means = spread * jax.random.normal(key, shape, dtype)
-    deviations = jnp.full(shape, scale, dtype)
+    return _isotropic(spread * jax.random.normal(key, shape, dtype), scale, is_diagonal)
+
+
+def centred(dim: int, scale: float, is_diagonal: bool, dtype: Any) -> Component | DiagonalGaussian:
+    """One Gaussian around the origin."""
+    return _isotropic(jnp.zeros((1, dim), dtype), scale, is_diagonal)
+
+
+def _isotropic(
+    means: Float[Array, "K d"], scale: float, is_diagonal: bool
+) -> Component | DiagonalGaussian:
+    deviations = jnp.full_like(means, scale)
     if is_diagonal:
         return diagonal(means, deviations)
     matrix = jax.vmap(jnp.diag)

@@ -2,17 +2,19 @@
 
 A component of small weight e with density h changes the ELBO by e (E_h[log p - log q] - ELBO), so
 there is something to gain where log p - log q is above its mean under q. New components start at
-draws of the missing mass (p - q)_+, found by importance sampling from q and a widened q: with
-s = (q + q_wide) / 2 and p normalised by its own weights, a draw of s is taken with probability
-proportional to (p - q)_+ / s. Each begins with half the standard deviations of the component that
-is responsible for its place. A quarter of the new ones look elsewhere: they begin as the components
-of the start did, and climb to modes that q does not know of.
+draws of the missing mass (p - q)_+, found by importance sampling from q, a widened q, and what the
+start was drawn from: with s the mean of their densities, and p normalised by its own weights, a
+draw of s is taken with probability proportional to (p - q)_+ / s. Each begins with half the
+standard deviations of the component that is responsible for its place. A quarter of the new ones
+look elsewhere: they begin as the components of the start did, and climb to modes that q does not
+know of.
 
 The mass of (p - q)_+ is the total-variation distance of q from p; the new components share that
 much weight, within bounds. What is negligible after a round is deleted.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +25,12 @@ from jax.scipy.special import logsumexp
 from jaxtyping import Array, Float, Int, Key
 
 from iblr.families.diagonal import DiagonalGaussian
-from iblr.families.mixture_components import scattered
+from iblr.families.mixture_components import centred, scattered
 
-FIRST_COMPONENTS = 4
+FIRST_COMPONENTS = 8
 MOST_COMPONENTS = 64
 NEGLIGIBLE_WEIGHT = 1e-3
-CANDIDATES = 1024
+CANDIDATES = 512
 WIDENING = 2.0
 NARROWING = 0.5
 LEAST_SHARE, LARGEST_SHARE = 0.1, 0.5
@@ -58,7 +60,7 @@ def grown(
     row_key, choice_key, scout_key = jax.random.split(key, 3)
     rows, missing = _missing_mass(mixture, log_density, row_key)
     plan = mixture.growth
-    scouts = int(SCOUTING * num) if plan else 0
+    scouts = round(SCOUTING * num) if plan else 0
     noise = jax.random.gumbel(choice_key, missing.shape, missing.dtype)
     means = rows[jax.lax.top_k(jnp.log(missing) + noise, num - scouts)[1]]
     parents = jnp.argmax(mixture.terms(means).responsibilities, axis=0)
@@ -82,22 +84,32 @@ def _missing_mass(
     mixture: Any, log_density: Callable, key: Key[Array, ""]
 ) -> tuple[Float[Array, "N d"], Float[Array, " N"]]:
     """Draws of s, and (p - q)_+ / s there; zero where p is not finite."""
-    wide = _widened(mixture)
-    pair = zip((mixture, wide), jax.random.split(key), strict=True)
-    rows = jnp.concatenate([q.draw(key, CANDIDATES // 2).rows for q, key in pair])
+    proposals = _proposals(mixture)
+    keys = jax.random.split(key, len(proposals))
+    pairs = zip(proposals, keys, strict=True)
+    rows = jnp.concatenate([q.draw(key, CANDIDATES).rows for q, key in pairs])
     log_p = jax.lax.map(log_density, rows, batch_size=32)
-    log_q = mixture.log_prob_rows(rows)
-    log_s = jnp.logaddexp(log_q, wide.log_prob_rows(rows)) - jnp.log(2.0)
+    log_qs = jnp.stack([q.log_prob_rows(rows) for q in proposals])
+    log_s = logsumexp(log_qs, axis=0) - jnp.log(len(proposals))
     fine = jnp.isfinite(log_p)
     log_ratio = jnp.where(fine, log_p - log_s, -jnp.inf)
-    log_mass = logsumexp(log_ratio) - jnp.log(CANDIDATES)
-    missing = jnp.exp(log_ratio - log_mass) - jnp.exp(log_q - log_s)
+    log_mass = logsumexp(log_ratio) - jnp.log(len(rows))
+    missing = jnp.exp(log_ratio - log_mass) - jnp.exp(log_qs[0] - log_s)
     return rows, jnp.where(fine, jnp.maximum(missing, 0), 0).astype(mixture.dtype)
 
 
-def _widened(mixture: Any) -> Any:
-    components = jax.vmap(lambda q: q.scaled(WIDENING, q.mean))(mixture.components)
-    return dataclasses.replace(mixture, components=components)
+def _proposals(mixture: Any) -> list[Any]:
+    """The mixture, the mixture widened, and, where it is known, what the start was drawn from."""
+    components, plan = mixture.components, mixture.growth
+    wide = jax.vmap(lambda q: q.scaled(WIDENING, q.mean))(components)
+    proposals = [mixture, dataclasses.replace(mixture, components=wide)]
+    if plan:
+        is_diagonal = isinstance(components, DiagonalGaussian)
+        scale = math.hypot(plan.scale, plan.spread)
+        one = centred(mixture.dim, scale, is_diagonal, mixture.dtype)
+        log_weights = jnp.zeros(1, mixture.dtype)
+        proposals.append(dataclasses.replace(mixture, components=one, log_weights=log_weights))
+    return proposals
 
 
 def _moved(components: Any, parents: Int[Array, " n"], means: Float[Array, "n d"]) -> Any:
