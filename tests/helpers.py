@@ -172,3 +172,8 @@ def no_type_hook() -> Iterator[None]:
         yield
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def slow(*values):
+    """A row of `parametrize` that is left to the slow tests."""
+    return pytest.param(*values, marks=pytest.mark.slow)

@@ -806,7 +806,7 @@ EVERY = {
         pytest.param(
             name,
             marks=pytest.mark.slow
-            if name in ("Gamma", "Product", "InverseGaussian", "Gaussian")
+            if name in ("Gamma", "Product", "InverseGaussian", "Gaussian", "DiagonalGaussian")
             else (),
         )
         for name in EVERY

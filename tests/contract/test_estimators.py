@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import FAMILIES, agrees, close, members, moments, no_type_hook
+from helpers import FAMILIES, agrees, close, members, moments, no_type_hook, slow
 
 import iblr
 from iblr import AtMean, Hess, Rep, Secant, Stl, Target
@@ -109,7 +109,7 @@ def curved_derivatives(q):
 
 
 @pytest.mark.parametrize("estimator", [Rep(2), Stl(2), Hess(2)], ids=["rep", "stl", "hess"])
-@pytest.mark.parametrize("family, d", [("full", 2), ("diagonal", 1)])
+@pytest.mark.parametrize("family, d", [("full", 2), slow("diagonal", 1)])
 def test_off_the_quadratics_the_expectation_is_that_of_quadrature(family, d, estimator):
     mean = jnp.array([0.7, -0.4])[:d]
     covariance = jnp.array([[0.5, 0.3], [0.3, 0.8]])[:d, :d]
@@ -133,7 +133,7 @@ def test_a_wrong_expectation_would_be_noticed():
         assert_unbiased(tangents, q, 1.1 * H @ (moments(q).mean - m), H)
 
 
-@pytest.mark.parametrize("name", ["gaussian-3", "diagonal-3", "gaussian-1"])
+@pytest.mark.parametrize("name", ["gaussian-3", "diagonal-3", slow("gaussian-1")])
 def test_at_mean_is_the_gradient_and_the_hessian_at_the_mean(name, x64):
     q = member(name)
     w = np.array([1.5, -1.0, 0.5])[: q.dim]
@@ -153,7 +153,7 @@ def test_at_mean_is_the_gradient_and_the_hessian_at_the_mean(name, x64):
 
 
 @both_families
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", slow("float64")])
 def test_stl_has_no_noise_at_the_optimum_of_a_gaussian_target_and_rep_does(name, dtype):
     with jax.enable_x64(dtype == "float64"):
         q = member(name)
@@ -207,7 +207,7 @@ def test_secant_solves_its_equations_as_the_ridge_vanishes(pairs, x64):
     np.testing.assert_allclose(complement @ K @ complement.T, 0.0, atol=1e-9)
 
 
-@pytest.mark.parametrize("pairs", [7, 10])
+@pytest.mark.parametrize("pairs", [7, slow(10)])
 def test_secant_with_enough_pairs_finds_the_curvature_of_a_quadratic(pairs, x64):
     q = member("gaussian-7")
     log_density, H, _ = quadratic(7)
@@ -346,7 +346,7 @@ def nothing(z):
     return 0.0 * z.sum()
 
 
-@pytest.mark.parametrize("prior", ["gaussian-3", "diagonal-3"])
+@pytest.mark.parametrize("prior", ["gaussian-3", slow("diagonal-3")])
 @both_families
 def test_an_exact_prior_without_data_gives_the_exact_gradient_of_the_kl(name, prior, x64):
     q, p = member(name), member(prior, 1)
@@ -366,7 +366,7 @@ def test_an_exact_prior_without_data_gives_the_exact_gradient_of_the_kl(name, pr
 
 @pytest.mark.parametrize(
     "name, estimator",
-    [("gaussian-3", Rep(2)), ("gaussian-3", Stl(2)), ("diagonal-3", Stl(2))],
+    [slow("gaussian-3", Rep(2)), ("gaussian-3", Stl(2)), slow("diagonal-3", Stl(2))],
     ids=["gaussian-rep", "gaussian-stl", "diagonal-stl"],
 )
 def test_a_prior_as_a_family_and_as_a_function_agree_in_expectation(name, estimator):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import agrees, assert_same_bits, no_type_hook, quick_fit, stacked
+from helpers import agrees, assert_same_bits, no_type_hook, quick_fit, slow, stacked
 from scipy import special, stats
 
 import iblr
@@ -200,7 +200,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("estimator", [iblr.Stl(pairs=4), iblr.Rep(samples=8)])
+@pytest.mark.parametrize("estimator", [iblr.Stl(pairs=4), slow(iblr.Rep(samples=8))])
 @pytest.mark.parametrize("rule, options", RULES.values(), ids=RULES)
 def test_a_step_is_that_of_every_part_bit_for_bit(rule, options, estimator):
     q = make()

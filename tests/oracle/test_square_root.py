@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow
 from hypothesis import strategies as st
 
 import iblr
@@ -67,7 +68,7 @@ def relative(a, b):
 
 
 @pytest.mark.parametrize("kind", ["rep", "hess"])
-@pytest.mark.parametrize("samples", [1, 3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("samples", [slow(1), 3, slow(20)])
 @pytest.mark.parametrize(
     "d", [1, pytest.param(2, marks=pytest.mark.slow), 7, pytest.param(40, marks=pytest.mark.slow)]
 )
@@ -108,7 +109,7 @@ def test_the_step_equals_the_dense_update_of_the_paper(d, samples, kind, dtype):
 @pytest.mark.parametrize("shift", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("d", "rank"),
-    [(7, 1), (40, 3), *(pytest.param(d, 10, marks=pytest.mark.slow) for d in (40, 700))],
+    [slow(7, 1), (40, 3), *(slow(d, 10) for d in (40, 700))],
 )
 def test_householder_gram_and_dense_paths_agree(d, rank, shift, dtype):
     keys = jax.random.split(jax.random.key(d), 3)
@@ -141,9 +142,7 @@ def matrix_of(change, d):
 @pytest.mark.parametrize("size", [1e-3, 0.3, 7.0])
 @pytest.mark.parametrize("nearness", [1.0, 1e-3])
 @pytest.mark.parametrize("shift", [0.0, 1.0])
-@pytest.mark.parametrize(
-    ("d", "rank"), [(7, 1), (40, 3), pytest.param(300, 10, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("d", "rank"), [slow(7, 1), (40, 3), slow(300, 10)])
 def test_the_cholesky_and_the_eigenvalue_path_give_the_same_covariance(
     d, rank, shift, nearness, size, dtype
 ):
@@ -257,7 +256,7 @@ def test_the_original_rule_equals_its_dense_form_and_says_when_it_leaves_the_set
     assert np.linalg.eigvalsh(np.asarray(after.precision)).min() > 0
 
 
-SHAPES = [(1, 1), (2, 1), (7, 1), (7, 3), (40, 1), (40, 3), (40, 20)]
+SHAPES = [(1, 1), slow(2, 1), slow(7, 1), (7, 3), slow(40, 1), (40, 3), (40, 20)]
 CASES = 300
 
 
@@ -317,7 +316,7 @@ def check_positive_definite(factor, after, status):
 @pytest.mark.parametrize("kind", ["rep", "stl", "hess"])
 @pytest.mark.parametrize(("d", "rank"), SHAPES)
 def test_any_finite_input_keeps_the_precision_positive_definite(d, rank, kind, trust_region, dtype):
-    """2 x 3 x 7 x 300 = 12 600 cases in each precision, each 300 as one batch."""
+    """2 x 3 x 7 x 300 = 12 600 cases in each precision (4 of the 7 shapes here), 300 a batch."""
     cases = random_cases(np.random.default_rng(100 * d + rank), d, rank, kind, dtype)
     step = jax.jit(jax.vmap(step_on(d, kind, trust_region, dtype)))
     after, info = step(jax.tree.map(jnp.asarray, cases))
@@ -325,7 +324,7 @@ def test_any_finite_input_keeps_the_precision_positive_definite(d, rank, kind, t
 
 
 @pytest.mark.parametrize("kind", ["rep", "stl"])
-@pytest.mark.parametrize(("d", "rank"), [(7, 1), (7, 3), (60, 3)])
+@pytest.mark.parametrize(("d", "rank"), [slow(7, 1), (7, 3), slow(60, 3)])
 def test_one_by_one_where_the_cholesky_path_is_taken_it_holds_as_well(d, rank, kind, dtype):
     """A batch by `vmap` takes only the eigenvalue path; a single fit mostly the other."""
     cases = random_cases(np.random.default_rng(7 * d + rank), d, rank, kind, dtype)
@@ -364,7 +363,7 @@ def test_hypothesis_finds_no_step_that_leaves_the_set(
 _hypothesis_step = jax.jit(step_on(6, "stl", False, np.float32))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("bad", [np.nan, slow(np.inf)])
 @pytest.mark.parametrize("where", ["whitened", "left", "right", "step size"])
 @pytest.mark.parametrize("family_type", [iblr.Gaussian, iblr.DiagonalGaussian])
 def test_input_that_is_not_finite_is_refused_with_a_status(family_type, where, bad):
@@ -380,7 +379,7 @@ def test_input_that_is_not_finite_is_refused_with_a_status(family_type, where, b
 
 
 @pytest.mark.parametrize("estimator", [iblr.Rep(3), iblr.Stl(3)])
-@pytest.mark.parametrize("d", [5, 40])
+@pytest.mark.parametrize("d", [slow(5), 40])
 def test_log_det_stays_what_the_factor_has_over_ten_thousand_steps(d, estimator):
     precision = jnp.logspace(-1, 1, d)
     target = iblr.Target(lambda z: -0.5 * (precision * z**2).sum() - 0.1 * jnp.cos(z).sum())
