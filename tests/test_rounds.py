@@ -83,10 +83,10 @@ def test_a_state_of_another_kind_of_start_is_refused(whole):
             iblr.fit(lambda z: -(z**2).sum(), other, key=KEY, state=whole.state, num_steps=300)
 
 
-def test_a_round_that_does_not_help_is_undone():
+def test_rounds_that_do_not_help_are_undone_and_two_of_them_end_the_fit():
     posterior = fit(start(), target=GAUSSIAN)
     assert posterior.status == Status.ok
-    assert posterior.num_steps == 2 * STEPS
+    assert posterior.num_steps == 3 * STEPS
     assert posterior.family.num_components <= 8
     assert abs(posterior.elbo - np.log(2 * np.pi / 4)) < 0.02
 

@@ -1,10 +1,10 @@
 """Fits of a mixture that adapts its size: rounds of steps, components deleted and added in between.
 
 A round is a fit of its own, with all its steps and its own schedule. After it negligible components
-are deleted and the ELBO is taken from many draws; a round that did not raise it is undone and ends
-the fit. The number of components doubles from round to round, to powers of two, so that programs
-are compiled for few sizes. In a batch of runs all have the same
-number, that of the run which needs most, and the ELBO of the best run counts.
+are deleted and the ELBO is taken from many draws; a round that did not raise it is undone, and the
+second in a row ends the fit. The number of components doubles from round to round, to powers of
+two, so that programs are compiled for few sizes. In a batch of runs all have the same number, that
+of the run which needs most, and the ELBO of the best run counts.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ from iblr.target import Target
 
 ELBO_DRAWS = 4096
 LEAST_GAIN = 0.01
+PATIENCE = 1
 ROUND_TAG, GROWTH_TAG, ELBO_TAG = 3, 4, 5  # 0 to 2 are those of a step and of a chunk
 
 
@@ -35,10 +36,12 @@ class Rounds(eqx.Module):
 
     state: State
     reached: Posterior | None
+    failures: int = 0
 
     def __getitem__(self, run: int) -> "Rounds":
         """That of one run of a batch."""
-        return Rounds(self.state[run], None if self.reached is None else self.reached[run])
+        reached = None if self.reached is None else self.reached[run]
+        return Rounds(self.state[run], reached, self.failures)
 
 
 def fit_in_rounds(
@@ -54,11 +57,15 @@ def fit_in_rounds(
         stopped = last.num_steps < num_steps
         try:
             after = last if stopped else _refined(last, target)
-            kept, grows = _judged(rounds.reached, after)
-            more = _room(after)
-            if stopped or not grows or more < 1:
-                return dataclasses.replace(kept, state=Rounds(last.state, rounds.reached))
-            rounds = Rounds(_grown(after.family, last.state, target, more), kept)
+            kept, better = _judged(rounds.reached, after)
+            failures = 0 if better else rounds.failures + 1
+            more = _room(kept)
+            hopeless = failures > PATIENCE or not np.any(kept.status == Status.ok)
+            if stopped or more < 1 or hopeless:
+                return dataclasses.replace(
+                    kept, state=dataclasses.replace(rounds, state=last.state)
+                )
+            rounds = Rounds(_grown(kept.family, last.state, target, more), kept, failures)
         except KeyboardInterrupt:  # the state is that before this round, which is taken again
             last = _joined(rounds.reached, last)
             status = jax.tree.map(jnp.full_like, last.status, Status.interrupted)
@@ -74,14 +81,14 @@ def _resumed(rounds: Rounds) -> Rounds:
     zeros = {name: np.zeros_like(getattr(reached, name)) for name in counts}
     trace = Trace(*(values[:0] for values in reached.trace))
     reached = dataclasses.replace(reached, trace=trace, num_gradients=0, **zeros)
-    return Rounds(rounds.state, reached)
+    return Rounds(rounds.state, reached, rounds.failures)
 
 
 def _judged(before: Posterior | None, after: Posterior) -> tuple[Posterior, bool]:
     """The better of both with the history of both, and whether the later one is."""
     whole = _joined(before, after)
     if before is None or _gains(before, after):
-        return whole, bool(np.any(after.status == Status.ok))
+        return whole, True
     interrupted = np.any(after.status == Status.interrupted)
     return dataclasses.replace(
         whole,
