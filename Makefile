@@ -37,8 +37,10 @@ import importlib.resources
 import iblr
 import jax
 
-for name in ("py.typed", "datasets/murphy.csv"):
+for name in ("py.typed", "datasets/NOTICE.md"):
     assert importlib.resources.files(iblr).joinpath(name).is_file(), f"the wheel lacks {name}"
+for load in ("abalone", "ionosphere", "cancer_mortality", "murphy"):
+    assert len(getattr(iblr.datasets, load)()[0]), f"the wheel lacks the data of {load}"
 start = iblr.Gaussian.standard(2)
 result = iblr.fit(lambda z: -0.5 * (z**2).sum(), start, key=jax.random.key(0), num_steps=50)
 print("iblr", iblr.__version__, "status:", result.status)

@@ -1,33 +1,21 @@
-"""Small public data sets that ship with the package, one loader each."""
+"""Data sets of the paper's experiments, one loader each, as NumPy arrays with a description.
 
-from importlib.resources import files
-from typing import NamedTuple
+Small ones ship with the package. The others are read from the user's disk, checked against a hash,
+and are downloaded only where `download=True` is written.
+"""
 
-import numpy as np
-
-
-class Dataset(NamedTuple):
-    """Features, labels and a sentence on where they come from."""
-
-    x: np.ndarray
-    y: np.ndarray
-    description: str
-
-
-def murphy() -> Dataset:
-    """The two-dimensional logistic-regression toy of figure 2a, 60 points, labels -1 and +1.
-
-    Example:
-        >>> import iblr
-        >>> iblr.datasets.murphy().x.shape
-        (60, 2)
-    """
-    with files("iblr.datasets").joinpath("murphy.csv").open() as lines:
-        table = np.loadtxt(lines, delimiter=",", skiprows=1)
-    return Dataset(
-        table[:, :2],
-        2 * table[:, 2] - 1,
-        "30 points of N((1, 5), I) labelled +1 and 30 of N((-5, 1), 4.84 I) labelled -1: the "
-        "synthetic logistic-regression demonstration in Murphy's PMTK, with the points that Lin, "
-        "Schmidt & Khan (2020) used.",
-    )
+from iblr.datasets.cells import Cells as Cells
+from iblr.datasets.cells import cytof as cytof
+from iblr.datasets.files import DataError as DataError
+from iblr.datasets.files import MissingDataError as MissingDataError
+from iblr.datasets.files import cache_directory as cache_directory
+from iblr.datasets.images import Images as Images
+from iblr.datasets.images import cifar10 as cifar10
+from iblr.datasets.images import fashion_mnist as fashion_mnist
+from iblr.datasets.shipped import Dataset as Dataset
+from iblr.datasets.shipped import Mortality as Mortality
+from iblr.datasets.shipped import abalone as abalone
+from iblr.datasets.shipped import cancer_mortality as cancer_mortality
+from iblr.datasets.shipped import ionosphere as ionosphere
+from iblr.datasets.shipped import murphy as murphy
+from iblr.datasets.shipped import scale_columns as scale_columns
