@@ -111,7 +111,7 @@ def measure_speed(report: Report, options: argparse.Namespace) -> bool:
     """Ours against the loop: the same step, then seconds in turn."""
     target = StudentMixture.make(jax.random.key(0), DIM, 10, 20.0)
     family = authors_start(jax.random.key(100), COMPONENTS, DIM, learn_weights=False)
-    estimator, t = iblr.Stl(pairs=1), 0.15
+    t = 0.15
     noise = np.asarray(family.draw_pairs(jax.random.key(1), 1).noise.noise)
     means, precisions = (np.asarray(x) for x in (family.components.mean, _precisions(family)))
     weights, loop_target = np.asarray(family.weights), NumpyTarget(target)
@@ -127,16 +127,7 @@ def measure_speed(report: Report, options: argparse.Namespace) -> bool:
     report(f"one step of {COMPONENTS} components in {DIM} dimensions, {2 * COMPONENTS} gradients")
     same = bar(report, "largest relative difference of the two steps", apart, 1e-3)
 
-    @jax.jit
-    def many(state):
-        body = lambda state, _: (  # noqa: E731
-            iblr.step(
-                state, target.log_density, estimator=estimator, step_size=t, trust_region=True
-            )[0],
-            None,
-        )
-        return jax.lax.scan(body, state, length=200)[0]
-
+    many = steps(target.log_density, 1, t, 200)
     state = many(iblr.init(family, jax.random.key(0)))
     ours, loops = [], []
     for _ in range(options.rounds):
@@ -158,26 +149,23 @@ def _precisions(mixture: iblr.GaussianMixture):
     return jax.vmap(lambda q: q.precision)(mixture.components)
 
 
+def steps(log_density, pairs: int, t: float, length: int):
+    """A compiled function that takes a state `length` steps further."""
+
+    def body(state, _):
+        options = {"estimator": iblr.Stl(pairs=pairs), "step_size": t, "trust_region": True}
+        return iblr.step(state, log_density, **options)[0], None
+
+    return jax.jit(lambda state: jax.lax.scan(body, state, length=length)[0])
+
+
 def seconds_a_step(components: int, dim: int, pairs: int, rounds: int) -> float:
     """The median time of a step towards a standard Gaussian."""
     family = iblr.GaussianMixture.init(jax.random.key(0), components, dim)
     log_density = lambda z: -0.5 * (z @ z)  # noqa: E731
     length = max(3, min(200, int(3e8 / (components**2 * pairs * dim**2))))
 
-    @jax.jit
-    def many(state):
-        body = lambda state, _: (  # noqa: E731
-            iblr.step(
-                state,
-                log_density,
-                estimator=iblr.Stl(pairs=pairs),
-                step_size=0.01,
-                trust_region=True,
-            )[0],
-            None,
-        )
-        return jax.lax.scan(body, state, length=length)[0]
-
+    many = steps(log_density, pairs, 0.01, length)
     state = jax.block_until_ready(many(iblr.init(family, jax.random.key(0))))
     times = []
     for _ in range(rounds):
@@ -328,8 +316,7 @@ def main() -> int:
     for name in options.only:
         passed.append(PARTS[name](report, options))
         report()
-    if options.out:
-        options.out.write_text("\n".join(report.lines) + "\n")
+    report.save(options.out)
     return 0 if all(passed) else 1
 
 

@@ -184,8 +184,7 @@ def main() -> int:
         passed.append(compare(report, TARGETS[name], options))
         jax.clear_caches()  # hundreds of programs would exhaust the maps of a process
     report(f"{sum(passed)} of {len(passed)} targets pass")
-    if options.out:
-        options.out.write_text("\n".join(report.lines) + "\n")
+    report.save(options.out)
     return 0 if all(passed) else 1
 
 

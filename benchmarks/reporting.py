@@ -3,6 +3,7 @@
 import argparse
 import os
 import platform
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -33,6 +34,11 @@ class Report:
     def __call__(self, text: str = "") -> None:
         print(text, flush=True)
         self.lines.append(text)
+
+    def save(self, path: Path | None) -> None:
+        """Write what was printed to a file, if there is one."""
+        if path is not None:
+            path.write_text("\n".join(self.lines) + "\n")
 
 
 def whole_number(text: str) -> int:

@@ -393,8 +393,7 @@ def main() -> int:
         report(bar.line())
         failed = failed or bar.missed
     report(f"\n{time.perf_counter() - started:.0f} s in all")
-    if options.out is not None:
-        options.out.write_text("\n".join(report.lines) + "\n")
+    report.save(options.out)
     return int(failed)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Key
 
 from iblr.estimators import AbstractEstimator
+from iblr.families.arguments import check_count
 from iblr.families.base import AbstractFamily
 from iblr.loop import Schedule, State
 from iblr.rounds import Rounds
@@ -92,15 +93,9 @@ def check_options(
     elbo_draws: int,
 ) -> None:
     """Raise unless counts are counts and the step size is positive, or a schedule of such."""
-    for name, value, least in (
-        ("num_steps", num_steps, 1),
-        ("chunk_size", chunk_size, 1),
-        ("elbo_draws", elbo_draws, 3),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-            raise ValueError(
-                f"`fit({name}=...)` must be a whole number of at least {least}, but got {value!r}."
-            )
+    check_count("fit", "num_steps", num_steps)
+    check_count("fit", "chunk_size", chunk_size)
+    check_count("fit", "elbo_draws", elbo_draws, least=3)
     ends = [step_size(jnp.asarray(k)) for k in (0, num_steps - 1)] if callable(step_size) else []
     if any(jnp.shape(t) != () or not 0 <= float(t) < jnp.inf for t in ends) or not (
         callable(step_size) or _is_positive(step_size)

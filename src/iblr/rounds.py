@@ -28,6 +28,7 @@ from iblr.target import Target
 ELBO_DRAWS = 4096
 LEAST_GAIN = 0.01
 PATIENCE = 1
+COUNTS = ("refused", "limited", "halvings", "excluded")
 ROUND_TAG, GROWTH_TAG, ELBO_TAG = 3, 4, 5  # 0 to 2 are those of a step and of a chunk
 
 
@@ -77,8 +78,7 @@ def _resumed(rounds: Rounds) -> Rounds:
     reached = rounds.reached
     if reached is None:
         return rounds
-    counts = ("refused", "limited", "halvings", "excluded")
-    zeros = {name: np.zeros_like(getattr(reached, name)) for name in counts}
+    zeros = {name: np.zeros_like(getattr(reached, name)) for name in COUNTS}
     trace = Trace(*(values[:0] for values in reached.trace))
     reached = dataclasses.replace(reached, trace=trace, num_gradients=0, **zeros)
     return Rounds(rounds.state, reached, rounds.failures)
@@ -158,9 +158,13 @@ def _joined(before: Posterior | None, after: Posterior) -> Posterior:
     """The later posterior with the history of both."""
     if before is None:
         return after
-    arrays, numbers = ("refused", "limited", "halvings", "excluded"), ("num_steps", "num_gradients")
-    sums = {name: getattr(before, name) + getattr(after, name) for name in arrays + numbers}
-    sums |= {name: np.asarray(sums[name]) for name in arrays}
+    sums = {name: np.asarray(getattr(before, name) + getattr(after, name)) for name in COUNTS}
     later = after.trace._replace(step=after.trace.step + before.num_steps)
     trace = Trace(*(np.concatenate(pair) for pair in zip(before.trace, later, strict=True)))
-    return dataclasses.replace(after, trace=trace, **sums)
+    return dataclasses.replace(
+        after,
+        trace=trace,
+        num_steps=before.num_steps + after.num_steps,
+        num_gradients=before.num_gradients + after.num_gradients,
+        **sums,
+    )

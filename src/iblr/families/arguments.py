@@ -192,12 +192,16 @@ def square(call: str, name: str, matrix: ArrayLike, dim: int) -> Float[Array, "d
     return matrix
 
 
-def check_count(call: str, name: str, value: Any, most: int | None = None) -> None:
-    """Raise unless `value` is a whole number from one to `most`."""
+def check_count(
+    call: str, name: str, value: Any, *, least: int = 1, most: int | None = None
+) -> None:
+    """Raise unless `value` is a whole number from `least` to `most`."""
     is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_whole or value < 1 or (most is not None and value > most):
-        wanted = "of at least 1" if most is None else f"from 1 to {most}"
-        raise ValueError(f"`{call}({name}=...)` needs a whole number {wanted}, but got {value!r}.")
+    if not is_whole or value < least or (most is not None and value > most):
+        wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(
+            f"`{call}({name}=...)` must be a whole number {wanted}, but got {value!r}."
+        )
 
 
 def check_indices(call: str, indices: ArrayLike | Sequence[int], dim: int) -> np.ndarray:

@@ -262,7 +262,7 @@ class GaussianMixture(AbstractFamily):
 
     def heaviest(self, num: int) -> "GaussianMixture":
         """The `num` components of largest weight, in their order."""
-        arguments.check_count("heaviest", "num", num, self.num_components)
+        arguments.check_count("heaviest", "num", num, most=self.num_components)
         kept = jnp.sort(jax.lax.top_k(self.log_weights, num)[1])
         return dataclasses.replace(
             self,
@@ -478,7 +478,7 @@ class GaussianMixture(AbstractFamily):
             key: for the candidates, and a minibatch.
             num: components to add, at most 512.
         """
-        arguments.check_count("grown", "num", num, CANDIDATES)
+        arguments.check_count("grown", "num", num, most=CANDIDATES)
         growth_key, batch_key = jax.random.split(key)
         target = as_target(target, "grown")
         log_density = target.whole(self.structure, target.batch(batch_key))
