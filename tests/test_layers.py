@@ -52,6 +52,10 @@ ORDER = [
     "iblr.fit",
     "iblr.laplace",
     "iblr",
+    "iblr.reproduce",
+    "iblr.reproduce.pictures",
+    "iblr.reproduce.results",
+    "iblr.reproduce.experiments",
 ]
 
 
