@@ -21,6 +21,7 @@ ORDER = [
     "iblr.datasets",
     "iblr.target",
     "iblr.families",
+    "iblr.families.line_search",
     "iblr.families.curvature",
     "iblr.families.base",
     "iblr.families.arguments",

@@ -13,6 +13,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from iblr.families.base import AbstractFamily, StepInfo
 from iblr.families.curvature import Parameterisation
+from iblr.families.line_search import LineSearch
 
 
 def improved_step(
@@ -96,7 +97,7 @@ def line_search_step(
     if not 0 < share < 1:
         raise ValueError(f"`line_search_step(share=...)` must be between 0 and 1, but got {share}.")
     t, t_curvature = _step_sizes(family, step_size, curvature_step_size)
-    return family.original(tangent, t, t_curvature, parameterisation, share)
+    return family.original(tangent, t, t_curvature, parameterisation, LineSearch(share=share))
 
 
 def geodesic_step(

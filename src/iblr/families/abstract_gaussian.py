@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Key, PyTree
 from iblr.families import curvature as curvature_
 from iblr.families.base import AbstractFamily, Defaults, Draws, StepInfo, modest_steps
 from iblr.families.curvature import Dense, Diagonal, LowRank, Parameterisation, RootChange
+from iblr.families.line_search import LineSearch
 from iblr.status import Status
 
 
@@ -151,7 +152,8 @@ class AbstractGaussian(AbstractFamily):
         self, tangent: GaussianTangent, gradient: Float[Array, " d"]
     ) -> GaussianTangent:
         """The tangent with another gradient in the mean."""
-        return GaussianTangent(gradient, self.whiten(gradient[None])[0], tangent.curvature)
+        whitened = self.whiten(gradient[None])[0]
+        return dataclasses.replace(tangent, gradient=gradient, whitened=whitened)
 
     def with_support(self, support: Any) -> "AbstractGaussian":
         """The same Gaussian over x, its points mapped onto the supports of the leaves.
@@ -278,13 +280,13 @@ class AbstractGaussian(AbstractFamily):
         step_size: Float[Array, ""],
         curvature_step_size: Float[Array, ""],
         parameterisation: Parameterisation,
-        line_search: float | None,
+        line_search: LineSearch | None,
     ) -> tuple["AbstractGaussian", StepInfo]:
         """[LSK20] eq. von_1 and von_2; the mean moves in the new metric."""
         rule = curvature_.original(parameterisation)
         if line_search is None:
             return self._moved(tangent, step_size, curvature_step_size, rule)
-        share = tangent.curvature.spectrum().share(
+        share = tangent.curvature.spectrum().cut(
             curvature_step_size * parameterisation.value, line_search
         )
         family, info = self._moved(tangent, share * step_size, share * curvature_step_size, rule)
@@ -316,16 +318,25 @@ class AbstractGaussian(AbstractFamily):
             radius = jnp.sqrt(jnp.asarray(self.dim, step.dtype))
             mean_shrunk = radius / jnp.maximum(length, radius)
             step = mean_shrunk * step
-        finite = change.finite & all_finite(step)
+        change = change._replace(finite=change.finite & all_finite(step))
         if rule.new_metric:  # T is symmetric here
             step = change.apply(change.apply(step))
+        family, info = self.moved_by(change, step)
+        return family, info._replace(mean_shrunk=mean_shrunk)
+
+    def moved_by(
+        self, change: RootChange, step: Float[Array, " d"]
+    ) -> tuple["AbstractGaussian", StepInfo]:
+        """The family with root T A and mean less step A; nan in T means that it left the set."""
         inside = all_finite(change.core, change.rest, change.log_det)
-        family, moved = self.rescaled(change, step, finite & inside)
+        family, moved = self.rescaled(change, step, change.finite & inside)
+        left = change.finite & ~inside
         status = Status.where(
-            moved, Status.ok, Status.where(finite & ~inside, Status.left_set, Status.nonfinite)
+            moved, Status.ok, Status.where(left, Status.left_set, Status.nonfinite)
         )
         limited, none = jnp.where(moved, change.limited, 0), jnp.zeros((), jnp.int32)
-        return family, StepInfo(status, limited, change.shrunk, mean_shrunk, none, none)
+        whole = jnp.ones((), step.dtype)
+        return family, StepInfo(status, limited, change.shrunk, whole, none, none)
 
 
 def _safe_norm(x: Float[Array, " d"]) -> Float[Array, ""]:

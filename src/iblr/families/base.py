@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import equinox as eqx
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree
 
 from iblr.families.curvature import Parameterisation
+from iblr.families.line_search import LineSearch
 from iblr.status import Status
 from iblr.structure import Structure
 
@@ -105,6 +106,9 @@ class AbstractFamily(eqx.Module):
 
     growth: ClassVar[Any] = None
     """How a mixture adapts its size between rounds of a fit; None where a family has one size."""
+
+    line_search: ClassVar[LineSearch] = LineSearch(factor=0.8)
+    """How the paper's authors keep the original rule inside the set."""
 
     @property
     def name(self) -> str:
@@ -302,11 +306,11 @@ class AbstractFamily(eqx.Module):
         step_size: Float[Array, ""],
         curvature_step_size: Float[Array, ""],
         parameterisation: Parameterisation,
-        line_search: float | None,
+        line_search: LineSearch | None,
     ) -> tuple["AbstractFamily", StepInfo]:
         """The rule without the curvature term; see `iblr.natural_gradient_step`.
 
-        With `line_search` the step is cut to that share of the way to the boundary of the set.
+        With `line_search` the step of all blocks is cut alike to stay in the set.
         """
 
     @abc.abstractmethod
@@ -319,9 +323,38 @@ class AbstractFamily(eqx.Module):
     def refreshed(self) -> tuple["AbstractFamily", Float[Array, ""]]:
         """The family with derived quantities recomputed, and how far they had drifted."""
 
+    def losses(self, tangent: Any) -> tuple[Int[Array, ""], Int[Array, ""]]:
+        """Draws of a tangent that were held at the smallest number, and that were left out."""
+        none = jnp.zeros((), jnp.int32)
+        return none, none
+
+    # Parameters without constraints, for methods that know no geometry (`iblr.baselines`).
+
+    def free(self) -> PyTree:
+        """Parameters theta that may take any real values."""
+        return self._no_free()
+
+    def from_free(self, theta: PyTree) -> "AbstractFamily":
+        """The member at theta; nan where that is none, as with a standard deviation of zero."""
+        return self._no_free()
+
+    def free_gradient(self, tangent: Any, theta: PyTree) -> PyTree:
+        """The gradient of the negative ELBO in theta, from a natural gradient.
+
+        The Fisher matrix lowers the index of the tangent, the chain rule does the rest. `theta` is
+        that of this member.
+        """
+        return self._no_free()
+
+    def _no_free(self) -> NoReturn:
+        raise ValueError(
+            f"A {self.name} has no parameters without constraints, which black-box methods need. "
+            "Write its `free`, `from_free` and `free_gradient`, or use `iblr.improved_step`."
+        )
+
 
 def cut_alike(
-    moved: Callable[[Any], tuple[Any, StepInfo]], line_search: float | None
+    moved: Callable[[Any], tuple[Any, StepInfo]], line_search: LineSearch | None
 ) -> tuple[Any, StepInfo]:
     """The step `moved(1)`; with a line search that of the share which keeps every block inside."""
     if line_search is None:

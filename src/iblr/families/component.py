@@ -13,6 +13,7 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float
 
 from iblr.families.curvature import RootChange
@@ -80,6 +81,15 @@ class Component(AbstractDenseGaussian):
         inverse = add_low_rank(undo.rest, self.inverse, left, undo.times_core(change.rows))
         return Component(
             mean=mean, factor=factor, inverse=inverse, log_det=log_det, structure=self.structure
+        )
+
+    def from_free(self, theta: tuple[Float[Array, " d"], Float[Array, "d d"]]) -> "Component":
+        """A = C' and B = C^-T."""
+        mean, C = theta
+        inverse = solve_triangular(C, jnp.eye(self.dim, dtype=C.dtype), lower=True).T
+        log_det = 2 * jnp.log(jnp.abs(jnp.diagonal(C))).sum()
+        return Component(
+            mean=mean, factor=C.T, inverse=inverse, log_det=log_det, structure=self.structure
         )
 
     def refreshed(self) -> tuple["Component", Float[Array, ""]]:

@@ -28,6 +28,7 @@ from jax.custom_batching import custom_vmap
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float, Int
 
+from iblr.families.line_search import LineSearch
 from iblr.linalg import matmul, orthonormal_rows, unit_rows
 
 LARGEST_GAIN = 3.0
@@ -155,11 +156,10 @@ class Spectrum(NamedTuple):
     rest: Float[Array, ""]
     rest_dim: int
 
-    def share(self, t: Float[Array, ""], line_search: float) -> Float[Array, ""]:
-        """What of t keeps the original rule's 1 - t Ghat at 1 - `line_search` or above."""
+    def cut(self, t: Float[Array, ""], line_search: LineSearch) -> Float[Array, ""]:
+        """What of t keeps the original rule's 1 - t Ghat positive, by the line search."""
         x = t * self.values
-        largest = jnp.maximum(x.max(), t * self.rest) if self.rest_dim else x.max()
-        return jnp.minimum(1, line_search / jnp.maximum(largest, line_search))
+        return line_search.cut(jnp.maximum(x.max(), t * self.rest) if self.rest_dim else x.max())
 
     def change(self, t: Float[Array, ""], rule: Rule) -> RootChange:
         """T = m(t Ghat).

@@ -14,7 +14,7 @@ and the step of a block that would leave is halved until it stays; the halvings 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -26,10 +26,13 @@ from iblr import geometry
 from iblr.families.base import MARGINAL_DRAWS, AbstractFamily, Draws, StepInfo
 from iblr.families.curvature import Parameterisation
 from iblr.families.definition import Definition, Vectors, check_assumptions, check_functions, define
+from iblr.families.line_search import LineSearch
 from iblr.status import Status
 from iblr.structure import Structure
 
 MOST_HALVINGS = 60
+
+Stacked = tuple[Float[Array, "copies _"], ...]
 
 
 class CustomTangent(eqx.Module):
@@ -58,6 +61,8 @@ class Custom(AbstractFamily):
     definition: Definition
     copies: tuple[int, ...] = eqx.field(static=True)
     structure: Structure
+
+    line_search: ClassVar[LineSearch] = LineSearch(factor=0.5)
 
     def __init__(
         self,
@@ -236,7 +241,8 @@ class Custom(AbstractFamily):
         With a trust region the length of a block's step in the Fisher metric is at most the root of
         the block's size.
         """
-        return self._moved(tangent, step_size, parameterisation, True, trust_region, True)
+        halving = LineSearch(factor=0.5)
+        return self._moved(tangent, step_size, parameterisation, True, trust_region, halving)
 
     def original(
         self,
@@ -244,11 +250,10 @@ class Custom(AbstractFamily):
         step_size: Float[Array, ""],
         curvature_step_size: Float[Array, ""],
         parameterisation: Parameterisation,
-        line_search: float | None,
+        line_search: LineSearch | None,
     ) -> tuple["Custom", StepInfo]:
-        """The natural-gradient step in the user's blocks; with a line search, halved to stay."""
-        search = line_search is not None
-        return self._moved(tangent, step_size, parameterisation, False, False, search)
+        """The natural-gradient step in the user's blocks; a line search backtracks until inside."""
+        return self._moved(tangent, step_size, parameterisation, False, False, line_search)
 
     def geodesic(
         self,
@@ -266,6 +271,30 @@ class Custom(AbstractFamily):
         """Itself: nothing derived is stored."""
         return self, jnp.zeros((), self.dtype)
 
+    def free(self) -> Stacked:
+        """Those of every block, by its constraint."""
+        blocks = enumerate(self.vectors)
+        return tuple(jax.vmap(lambda v, i=i: self.definition.to_free(i, v))(v) for i, v in blocks)
+
+    def from_free(self, theta: Stacked) -> "Custom":
+        """Every block at its own."""
+        return eqx.tree_at(lambda q: q.vectors, self, self._vectors_of(theta))
+
+    def free_gradient(self, tangent: CustomTangent, theta: Stacked) -> Stacked:
+        """(dlambda / dtheta)' F ghat."""
+        A = self.definition.log_partition_of
+
+        def lowered(vectors: Vectors, directions: Vectors) -> Vectors:
+            metrics = [geometry.fisher_block(A, vectors, i) for i in range(len(vectors))]
+            return tuple(F @ ghat for F, ghat in zip(metrics, directions, strict=True))
+
+        covectors = jax.vmap(lowered)(self.vectors, tangent.directions)
+        return jax.vjp(self._vectors_of, theta)[1](covectors)[0]
+
+    def _vectors_of(self, theta: Stacked) -> Stacked:
+        blocks = enumerate(theta)
+        return tuple(jax.vmap(lambda x, i=i: self.definition.from_free(i, x))(x) for i, x in blocks)
+
     def _moved(
         self,
         tangent: CustomTangent,
@@ -273,7 +302,7 @@ class Custom(AbstractFamily):
         parameterisation: Parameterisation,
         curved: bool,
         trust_region: bool,
-        halve: bool,
+        search: LineSearch | None,
     ) -> tuple["Custom", StepInfo]:
         parameterisation.check_only(self.name)
         definition, A = self.definition, self.definition.log_partition_of
@@ -293,17 +322,18 @@ class Custom(AbstractFamily):
                 )
                 inside = lambda t, i=i, step=step: definition.contains(i, step(t))  # noqa: E731
                 count = jnp.zeros((), jnp.int32)
-                if halve:
-                    count = _halvings(inside, share * t, jnp.isfinite(ghat).all())
-                final = share * t * 0.5**count
+                final = share * t
+                if search is not None:
+                    count = _backtracks(inside, final, search, jnp.isfinite(ghat).all())
+                    final = final * search.factor**count
                 moved.append((step(final), inside(final), share, count))
             new, ok, shares, counts = zip(*moved, strict=True)
             return new, jnp.stack(ok).all(), jnp.stack(shares).min(), jnp.stack(counts)
 
         every_copy = jax.vmap(one_copy, (0, 0, None))
         new, ok, shares, counts = every_copy(self.vectors, tangent.directions, t)
-        if halve and not curved:  # a line search: the step of all is cut alike
-            shares = 0.5 ** counts.max()
+        if search is not None and not curved:  # a line search: the step of all is cut alike
+            shares = jnp.asarray(search.factor, self.dtype) ** counts.max()
             new, ok, *_ = every_copy(self.vectors, tangent.directions, shares * t)
         finite = jnp.stack([jnp.isfinite(ghat).all() for ghat in tangent.directions]).all()
         ok = ok.all()
@@ -320,11 +350,14 @@ class Custom(AbstractFamily):
         return family, StepInfo(status, none, shares.min(), shares.min(), halvings, none)
 
 
-def _halvings(inside: Callable, t: Float[Array, ""], finite: Bool[Array, ""]) -> Int[Array, ""]:
-    """How often t must be halved until `inside(t)`."""
+def _backtracks(
+    inside: Callable, t: Float[Array, ""], search: LineSearch, finite: Bool[Array, ""]
+) -> Int[Array, ""]:
+    """How often t must be multiplied by the search's factor until `inside(t)`."""
+    most = search.most_backtracks(MOST_HALVINGS)
 
     def outside(count: Int[Array, ""]) -> Bool[Array, ""]:
-        return finite & ~inside(t * 0.5**count) & (count < MOST_HALVINGS)
+        return finite & ~inside(t * search.factor**count) & (count < most)
 
     return jax.lax.while_loop(outside, lambda count: count + 1, jnp.zeros((), jnp.int32))
 

@@ -27,6 +27,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
 from iblr import geometry
+from iblr.linalg import matmul
 from iblr.support import AbstractSupport, real
 
 CHECK_DRAWS = 4096
@@ -101,6 +102,24 @@ class Definition(eqx.Module):
         """Whether one block is finite and meets its constraint."""
         block = self.unpack_one(index, vector)
         return jnp.isfinite(vector).all() & jnp.all(self.constraints[index].contains(block))
+
+    def to_free(self, index: int, vector: Float[Array, " _"]) -> Float[Array, " _"]:
+        """Coordinates of one block to numbers without constraint.
+
+        Those of the support, or the lower triangle of a Cholesky factor.
+        """
+        block = self.unpack_one(index, vector)
+        if isinstance(self.constraints[index], PositiveDefinite):
+            return geometry.pack_symmetric(jnp.linalg.cholesky(block))
+        return self.constraints[index].inverse(block).reshape(-1)
+
+    def from_free(self, index: int, theta: Float[Array, " _"]) -> Float[Array, " _"]:
+        """The inverse of `to_free`."""
+        constraint, shape = self.constraints[index], self.shapes[index]
+        if isinstance(constraint, PositiveDefinite):
+            C = jnp.tril(geometry.unpack_symmetric(theta))
+            return geometry.pack_symmetric(matmul(C, C.T))
+        return constraint.forward(theta.reshape(constraint.coordinate_shape(shape))).reshape(-1)
 
     def unpack_one(self, index: int, vector: Float[Array, " _"]) -> Float[Array, "..."]:
         """One block in the user's shape."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float
 
 from iblr.families.abstract_gaussian import AbstractGaussian, GaussianTangent, all_finite
@@ -92,6 +93,23 @@ class AbstractDenseGaussian(AbstractGaussian):
             tangent.whitened + self.whiten(gradient[None])[0],
             tangent.curvature.plus(Dense(-weight * matmul(relative, relative.T))),
         )
+
+    def free(self) -> tuple[Float[Array, " d"], Float[Array, "d d"]]:
+        """The mean and C, lower triangular, with Sigma = C C'; its diagonal may have any sign."""
+        R = jnp.linalg.qr(self.factor, mode="r")
+        return self.mean, (R * jnp.sign(jnp.diagonal(R))[:, None]).T
+
+    def free_gradient(
+        self, tangent: GaussianTangent, theta: tuple[Float[Array, " d"], Float[Array, "d d"]]
+    ) -> tuple[Float[Array, " d"], Float[Array, "d d"]]:
+        """dL/dmu = g, and dL/dC = tril(2 (dL/dSigma) C) = -tril(G C), as dL/dSigma = -G/2.
+
+        With A = O C' for a rotation O (the identity after a step in C), G C = C^-T O' Ghat O.
+        """
+        C = theta[1]
+        O = solve_triangular(C, self.factor.T, lower=True).T  # noqa: E741
+        Ghat = matmul(matmul(O.T, tangent.curvature.dense().matrix), O)
+        return tangent.gradient, -jnp.tril(solve_triangular(C.T, Ghat, lower=False))
 
     @property
     def variances(self) -> Float[Array, " d"]:

@@ -134,6 +134,22 @@ class DiagonalGaussian(AbstractGaussian):
             tangent.curvature.plus(Diagonal(-weight * self.scale**2 * prior.precision_diagonal)),
         )
 
+    def free(self) -> tuple[Float[Array, " d"], Float[Array, " d"]]:
+        """The mean and sigma, which may have any sign."""
+        return self.mean, self.scale
+
+    def from_free(self, theta: tuple[Float[Array, " d"], Float[Array, " d"]]) -> "DiagonalGaussian":
+        """Standard deviations |sigma|, nan where that is zero."""
+        mean, sigma = theta
+        scale = jnp.where(sigma == 0, jnp.nan, jnp.abs(sigma))
+        return dataclasses.replace(self, mean=mean, scale=scale)
+
+    def free_gradient(
+        self, tangent: GaussianTangent, theta: tuple[Float[Array, " d"], Float[Array, " d"]]
+    ) -> tuple[Float[Array, " d"], Float[Array, " d"]]:
+        """dL/dmu = g, and dL/dsigma = -sigma G = -Ghat / sigma."""
+        return tangent.gradient, -tangent.curvature.diagonal() / theta[1]
+
     @property
     def log_det(self) -> Float[Array, ""]:
         """log|Sigma|."""

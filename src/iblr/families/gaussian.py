@@ -116,6 +116,12 @@ class Gaussian(AbstractDenseGaussian):
         family = dataclasses.replace(self, log_det=log_det)
         return family, jnp.abs(log_det - self.log_det)
 
+    def from_free(self, theta: tuple[Float[Array, " d"], Float[Array, "d d"]]) -> "Gaussian":
+        """A = C'."""
+        mean, C = theta
+        log_det = 2 * jnp.log(jnp.abs(jnp.diagonal(C))).sum()
+        return Gaussian(mean=mean, factor=C.T, log_det=log_det, structure=self.structure)
+
     def marginal(self, indices: ArrayLike | Sequence[int]) -> "Gaussian":
         """The distribution of the flat coordinates `indices`, in that order."""
         indices = arguments.check_indices("marginal", indices, self.dim)

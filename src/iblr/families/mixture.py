@@ -36,13 +36,13 @@ to a factor of e: far from the target b differs between components by thousands 
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Key, PyTree
+from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree
 
 from iblr.families import arguments, mixture_components
 from iblr.families.abstract_gaussian import AbstractGaussian
@@ -58,6 +58,7 @@ from iblr.families.component import Component
 from iblr.families.curvature import Parameterisation
 from iblr.families.diagonal import DiagonalGaussian
 from iblr.families.gaussian import Gaussian
+from iblr.families.line_search import LineSearch
 from iblr.families.mixture_components import scattered
 from iblr.families.mixture_gradients import (
     MixtureTangent,
@@ -111,6 +112,8 @@ class GaussianMixture(AbstractFamily):
     learn_weights: bool = eqx.field(static=True)
     curved_weights: bool = eqx.field(static=True)
     growth: Growth | None
+
+    line_search: ClassVar[LineSearch] = LineSearch(factor=0.5)
 
     def __init__(
         self,
@@ -508,7 +511,7 @@ class GaussianMixture(AbstractFamily):
         step_size: Float[Array, ""],
         curvature_step_size: Float[Array, ""],
         parameterisation: Parameterisation,
-        line_search: float | None,
+        line_search: LineSearch | None,
     ) -> tuple["GaussianMixture", StepInfo]:
         """The rule without the curvature term; a line search cuts the step of all alike."""
 
@@ -538,6 +541,39 @@ class GaussianMixture(AbstractFamily):
         """Every component refreshed, and the largest drift."""
         components, drift = jax.vmap(lambda q: q.refreshed())(self.components)
         return dataclasses.replace(self, components=components), drift.max()
+
+    def losses(self, tangent: MixtureTangent) -> tuple[Int[Array, ""], Int[Array, ""]]:
+        """None that underflowed, and those left out."""
+        return jnp.zeros((), jnp.int32), tangent.excluded
+
+    def free(self) -> dict[str, Any]:
+        """Those of the components, stacked, and logits of the weights."""
+        components = jax.vmap(lambda q: q.free())(self.components)
+        return {"components": components, "logits": self.log_weights}
+
+    def from_free(self, theta: dict[str, Any]) -> "GaussianMixture":
+        """The weights are the softmax of the logits."""
+        return dataclasses.replace(
+            self,
+            components=jax.vmap(lambda q, x: q.from_free(x))(self.components, theta["components"]),
+            log_weights=jax.nn.log_softmax(theta["logits"]),
+        )
+
+    def free_gradient(self, tangent: MixtureTangent, theta: dict[str, Any]) -> dict[str, Any]:
+        """pi_c times the gradient of a Gaussian, and pi_c (E_c[b] - E_q[b]) for the logits.
+
+        nan where the target was finite at no draw.
+        """
+        pi = jnp.where(tangent.finite, self.weights, jnp.nan)
+
+        def one(q: Any, g: Any, x: Any, weight: Float[Array, ""]) -> Any:
+            return jax.tree.map(lambda leaf: weight * leaf, q.free_gradient(g, x))
+
+        components = jax.vmap(one)(self.components, tangent.components, theta["components"], pi)
+        logits = pi * (tangent.log_weights - self.weights @ tangent.log_weights)
+        if not self.learn_weights:
+            logits = jnp.zeros_like(pi)
+        return {"components": components, "logits": logits}
 
     def _moved(
         self, tangent: MixtureTangent, moved: Any, t: Float[Array, ""], bounded: bool

@@ -48,6 +48,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from iblr.families.base import AbstractFamily, Draws, StepInfo, count_draws
 from iblr.families.curvature import LARGEST_GAIN, LARGEST_LOSS, Parameterisation
+from iblr.families.line_search import LineSearch
 from iblr.status import Status
 from iblr.support import safe_range
 
@@ -81,6 +82,7 @@ class AbstractPositive(AbstractFamily):
 
     shape_block: ClassVar[int | None]
     natural_floors: ClassVar[tuple[float, ...]]
+    line_search: ClassVar[LineSearch] = LineSearch(share=0.8)
 
     # One family, in nine quantities; all entry by entry.
 
@@ -305,7 +307,7 @@ class AbstractPositive(AbstractFamily):
         step_size: Float[Array, ""],
         curvature_step_size: Float[Array, ""],
         parameterisation: Parameterisation,
-        line_search: float | None,
+        line_search: LineSearch | None,
     ) -> tuple["AbstractPositive", StepInfo]:
         """eta <- eta - t eta_hat in the natural parameters, [LSK20] eq. blr."""
         parameterisation.check_only(self.name)
@@ -314,12 +316,11 @@ class AbstractPositive(AbstractFamily):
         natural, decrease = jax.jvp(self.to_natural, (self.blocks,), (along,))
         share = jnp.ones((), self.dtype)
         if line_search is not None:
-            rooms = [
-                line_search * (eta - jnp.where(eta > floor, floor, 0.0)) / jnp.where(d > 0, d, 1)
+            ways = [
+                d / (eta - jnp.where(eta > floor, floor, 0.0))
                 for eta, d, floor in zip(natural, decrease, self.natural_floors, strict=True)
             ]
-            rooms = [jnp.where(d > 0, room, 1) for d, room in zip(decrease, rooms, strict=True)]
-            share = jnp.minimum(1, jnp.stack([room.min() for room in rooms]).min())
+            share = line_search.cut(jnp.stack([way.max() for way in ways]).max())
         natural = tuple(eta - share * d for eta, d in zip(natural, decrease, strict=True))
         inside = jnp.stack([(eta > 0).all() for eta in natural]).all()
         kept = tuple(jnp.where(inside, eta, 1) for eta in natural)
@@ -341,6 +342,33 @@ class AbstractPositive(AbstractFamily):
     def refreshed(self) -> tuple["AbstractPositive", Float[Array, ""]]:
         """Itself: nothing derived is stored."""
         return self, jnp.zeros((), self.dtype)
+
+    def losses(self, tangent: PositiveTangent) -> tuple[Int[Array, ""], Int[Array, ""]]:
+        """Numbers that underflowed, and none left out."""
+        none = jnp.zeros((), jnp.int32)
+        return none if tangent.underflows is None else tangent.underflows, none
+
+    def free(self) -> Blocks:
+        """theta with eta = softplus(theta) + floor; a start at its floor is put just above it."""
+        natural = self.to_natural(self.blocks)
+        rest = [eta - floor for eta, floor in zip(natural, self.natural_floors, strict=True)]
+        least = jnp.finfo(self.dtype).eps
+        above = [jnp.maximum(r, least * eta) for r, eta in zip(rest, natural, strict=True)]
+        return tuple(y + jnp.log(-jnp.expm1(-y)) for y in above)
+
+    def from_free(self, theta: Blocks) -> "AbstractPositive":
+        """The member at theta, nan where a parameter would underflow."""
+        blocks, tiny = self._blocks_of(theta), jnp.finfo(self.dtype).tiny
+        return self.with_blocks(tuple(jnp.where(b >= tiny, b, jnp.nan) for b in blocks))
+
+    def free_gradient(self, tangent: PositiveTangent, theta: Blocks) -> Blocks:
+        """(dlog lambda / dtheta)' (dL / dlog lambda)."""
+        logs = lambda theta: jnp.concatenate([jnp.log(b) for b in self._blocks_of(theta)])  # noqa: E731
+        return jax.vjp(logs, theta)[1](tangent.derivatives)[0]
+
+    def _blocks_of(self, theta: Blocks) -> Blocks:
+        parts = zip(theta, self.natural_floors, strict=True)
+        return self.from_natural(tuple(jax.nn.softplus(x) + floor for x, floor in parts))
 
     def _relative_steps(
         self, tangent: PositiveTangent, t: Float[Array, ""], t_shape: Float[Array, ""]
@@ -373,8 +401,7 @@ class AbstractPositive(AbstractFamily):
                 Status.where(inside, Status.out_of_range, Status.left_set),
             ),
         )
-        none = jnp.zeros((), jnp.int32)
-        underflows = none if tangent.underflows is None else tangent.underflows
+        underflows, none = self.losses(tangent)
         return self.with_blocks(kept), StepInfo(status, underflows, shrunk, shrunk, none, none)
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 from iblr.families.abstract_gaussian import AbstractGaussian
 from iblr.families.base import AbstractFamily, Draws, StepInfo, cut_alike
 from iblr.families.curvature import Parameterisation
+from iblr.families.line_search import LineSearch
 from iblr.status import Status
 from iblr.structure import Structure
 
@@ -247,7 +248,7 @@ class Product(AbstractFamily):
         step_size: Float[Array, ""],
         curvature_step_size: Float[Array, ""],
         parameterisation: Parameterisation,
-        line_search: float | None,
+        line_search: LineSearch | None,
     ) -> tuple["Product", StepInfo]:
         """The original rule of every part; a line search cuts the step of all parts alike."""
 
@@ -280,6 +281,24 @@ class Product(AbstractFamily):
         fresh = self._each(lambda name, part: part.refreshed())
         drift = jnp.stack([drift for _, drift in fresh.values()]).max()
         return self._with_parts({name: part for name, (part, _) in fresh.items()}), drift
+
+    def losses(self, tangent: ProductTangent) -> tuple[Int[Array, ""], Int[Array, ""]]:
+        """Numbers that underflowed in all parts, and draws left out by the part that needs most."""
+        parts = self._each(lambda name, part: part.losses(tangent.parts[name]))
+        underflows, excluded = (jnp.stack(counts) for counts in zip(*parts.values(), strict=True))
+        return underflows.sum(), excluded.max()
+
+    def free(self) -> dict[str, Any]:
+        """Those of every part."""
+        return self._each(lambda name, part: part.free())
+
+    def from_free(self, theta: dict[str, Any]) -> "Product":
+        """Every part at its own."""
+        return self._with_parts(self._each(lambda name, part: part.from_free(theta[name])))
+
+    def free_gradient(self, tangent: ProductTangent, theta: dict[str, Any]) -> dict[str, Any]:
+        """That of every part."""
+        return self._each(lambda name, part: part.free_gradient(tangent.parts[name], theta[name]))
 
     def _joined(
         self, step: Callable[[str, Any], tuple[Any, StepInfo]]

@@ -44,6 +44,7 @@ from iblr.families.abstract_gaussian import GaussianTangent
 from iblr.families.base import AbstractFamily, Defaults, Draws, SettlingSteps, StepInfo
 from iblr.families.component import Component
 from iblr.families.curvature import LowRank, Parameterisation
+from iblr.families.line_search import LineSearch
 from iblr.linalg import matmul
 from iblr.status import Status
 from iblr.structure import Structure
@@ -337,7 +338,7 @@ class SkewGaussian(AbstractFamily):
         step_size: Float[Array, ""],
         curvature_step_size: Float[Array, ""],
         parameterisation: Parameterisation,
-        line_search: float | None,
+        line_search: LineSearch | None,
     ) -> tuple["SkewGaussian", StepInfo]:
         """The rule without the curvature term; mu moves in the new metric, alpha in the old."""
         moved = self.base.original(
@@ -359,6 +360,19 @@ class SkewGaussian(AbstractFamily):
         """The Gaussian refreshed."""
         base, drift = self.base.refreshed()
         return dataclasses.replace(self, base=base), drift
+
+    def free(self) -> dict[str, Any]:
+        """Those of the Gaussian, and alpha."""
+        return {"base": self.base.free(), "alpha": self.alpha}
+
+    def from_free(self, theta: dict[str, Any]) -> "SkewGaussian":
+        """The Gaussian at its parameters, and alpha."""
+        return SkewGaussian(self.base.from_free(theta["base"]), theta["alpha"], self.structure)
+
+    def free_gradient(self, tangent: SkewTangent, theta: dict[str, Any]) -> dict[str, Any]:
+        """L_mu, L_alpha, and that of C as in a Gaussian, since G = -2 L_Sigma there too."""
+        of_base = self.base.free_gradient(tangent.mu, theta["base"])
+        return {"base": of_base, "alpha": jnp.split(tangent.gradient, 2)[1]}
 
     def _moved(
         self, moved: tuple[Any, StepInfo], step: Float[Array, " d"]
