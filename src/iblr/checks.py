@@ -47,7 +47,7 @@ def check_state(state: Any, start: State) -> State | Rounds:
     if not same or grows != isinstance(state, Rounds):
         raise ValueError(
             "`fit(state=...)` needs the `posterior.state` of a fit of the same "
-            f"family and number of keys, but got {state!r}."
+            f"family, rule and number of keys, but got {state!r}."
         )
     return state
 
@@ -74,7 +74,7 @@ def check_method(estimator: Any, rule: Callable, trust_region: bool) -> None:
             f"`fit(estimator=...)` needs an estimator such as `iblr.Stl(pairs=8)`, but got "
             f"{estimator!r}."
         )
-    if not callable(rule):
+    if not callable(rule) or isinstance(rule, type):
         raise ValueError(
             f"`fit(rule=...)` needs a rule such as `iblr.improved_step`, but got {rule!r}."
         )

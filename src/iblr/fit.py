@@ -136,7 +136,8 @@ def fit(
             from the target or with `Secant`; with a decaying step size it can delay the approach.
             None is off for a Gaussian over real parameters, on for other families with the improved
             rule.
-        rule: `improved_step`, `natural_gradient_step`, `line_search_step` or `geodesic_step`.
+        rule: `improved_step`, `natural_gradient_step`, `line_search_step`, `geodesic_step`, or one
+            of `iblr.baselines`.
         callback: called with a `Progress` after every chunk; return True to stop.
         progress: show a line of progress; None shows it in a terminal.
         throw: raise `FitError` when the fit fails (in a batch: when every run fails). If False,
@@ -174,7 +175,7 @@ def fit(
             f"`fit(momentum=...)` averages gradients of the means of Gaussians, but got a "
             f"{family.name}. Leave it out, or give the estimator more draws."
         )
-    start: State = _start(family, key, batched)
+    start: State = _start(family, key, batched, rule)
     now = start if state is None else check_state(state, start)
     reached = now.state if isinstance(now, Rounds) else now
     if int(jnp.max(reached.step)) >= num_steps:
@@ -201,7 +202,7 @@ def fit(
 
     try:
         grows = family.growth is not None
-        posterior = fit_in_rounds(run, now, target, num_steps) if grows else run(reached)
+        posterior = fit_in_rounds(run, now, target, num_steps, rule) if grows else run(reached)
     finally:
         line.close()
     posterior = dataclasses.replace(posterior, seconds=time.perf_counter() - started)
@@ -260,11 +261,13 @@ def _raise_if_failed(posterior: Posterior) -> Posterior:
     )
 
 
-def _start(family: AbstractFamily, key: Key[Array, "*runs"], batched: bool) -> State:
+def _start(
+    family: AbstractFamily, key: Key[Array, "*runs"], batched: bool, rule: Callable
+) -> State:
     if not batched:
-        return init(family, key)
+        return init(family, key, rule)
     starts = 0 if _is_batch(family) else None
-    return jax.vmap(init, in_axes=(starts, 0))(family, key)
+    return jax.vmap(lambda family, key: init(family, key, rule), in_axes=(starts, 0))(family, key)
 
 
 def _is_batch(family: AbstractFamily) -> bool:

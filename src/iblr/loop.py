@@ -14,7 +14,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from iblr.estimators import AbstractEstimator
 from iblr.families.base import AbstractFamily, StepInfo
-from iblr.rule import improved_step
+from iblr.rule import AbstractMemoryRule, improved_step
 from iblr.target import Target, as_target
 
 Schedule = Callable[[Any], Any]
@@ -28,17 +28,22 @@ class State(eqx.Module):
     momentum_weight: Float[Array, ""]
     step: Int[Array, ""]
     key: Key[Array, ""]
+    memory: Any = ()
 
     def __getitem__(self, run: int) -> "State":
         """That of one run of a batch."""
         return jax.tree.map(lambda leaf: leaf[run], self)
 
 
-def init(family: AbstractFamily, key: Key[Array, ""]) -> State:
-    """The state before the first step."""
-    zero = jnp.zeros((), family.dtype)
+def init(family: AbstractFamily, key: Key[Array, ""], rule: Callable = improved_step) -> State:
+    """The state before the first step, with the memory of a rule that has one."""
     return State(
-        family, jnp.zeros(family.gradient_size, family.dtype), zero, jnp.zeros((), jnp.int32), key
+        family=family,
+        momentum=jnp.zeros(family.gradient_size, family.dtype),
+        momentum_weight=jnp.zeros((), family.dtype),
+        step=jnp.zeros((), jnp.int32),
+        key=key,
+        memory=rule.init(family) if isinstance(rule, AbstractMemoryRule) else (),
     )
 
 
@@ -61,7 +66,8 @@ def step(
         step_size: a number, or a schedule of the step index (any of optax's).
         momentum: r of the natural momentum, [LSK20] appendix E.3, in [0, 1); None for none.
         trust_region: see `improved_step`.
-        rule: `improved_step`, `natural_gradient_step`, `line_search_step` or `geodesic_step`.
+        rule: `improved_step`, `natural_gradient_step`, `line_search_step`, `geodesic_step`, or one
+            of `iblr.baselines`; one with a memory must have been given to `init` too.
 
     Example:
         >>> import iblr, jax
@@ -84,7 +90,13 @@ def step(
         tangent = family.with_gradient(tangent, buffer / weight)
     t = step_size(state.step) if callable(step_size) else step_size
     options = {"trust_region": True} if trust_region else {}
-    family, info = rule(family, tangent, t, **options)
-    buffer = jnp.where(info.refused, state.momentum, buffer)
-    weight = jnp.where(info.refused, state.momentum_weight, weight)
-    return State(family, buffer, weight, state.step + 1, state.key), info
+    memory = state.memory
+    if isinstance(rule, AbstractMemoryRule):
+        family, info, memory = rule(family, tangent, t, memory, **options)
+    else:
+        family, info = rule(family, tangent, t, **options)
+    before = (state.momentum, state.momentum_weight, state.memory)
+    buffer, weight, memory = jax.tree.map(
+        lambda old, new: jnp.where(info.refused, old, new), before, (buffer, weight, memory)
+    )
+    return State(family, buffer, weight, state.step + 1, state.key, memory), info

@@ -50,8 +50,9 @@ def fit_in_rounds(
     now: State | Rounds,
     target: Target,
     num_steps: int,
+    rule: Callable,
 ) -> Posterior:
-    """Rounds of `run`, which takes `num_steps` steps unless it is stopped."""
+    """Rounds of `run`, which takes `num_steps` steps by `rule` unless it is stopped."""
     rounds = _resumed(now) if isinstance(now, Rounds) else Rounds(now, None)
     while True:
         last = run(rounds.state)
@@ -66,7 +67,8 @@ def fit_in_rounds(
                 return dataclasses.replace(
                     kept, state=dataclasses.replace(rounds, state=last.state)
                 )
-            rounds = Rounds(_grown(kept.family, last.state, target, more), kept, failures)
+            grown = _grown(kept.family, last.state, target, more, rule)
+            rounds = Rounds(grown, kept, failures)
         except KeyboardInterrupt:  # the state is that before this round, which is taken again
             last = _joined(rounds.reached, last)
             status = jax.tree.map(jnp.full_like, last.status, Status.interrupted)
@@ -142,10 +144,10 @@ def _pruned(
 
 
 @eqx.filter_jit
-def _grown(family: Any, state: State, target: Target, num: int) -> State:
+def _grown(family: Any, state: State, target: Target, num: int, rule: Callable) -> State:
     def one_run(family: GaussianMixture, key: Any):
         grown = family.grown(target, jax.random.fold_in(key, GROWTH_TAG), num)
-        return init(grown, jax.random.fold_in(key, ROUND_TAG))
+        return init(grown, jax.random.fold_in(key, ROUND_TAG), rule)
 
     return _over_runs(one_run, family, state)
 

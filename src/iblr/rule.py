@@ -8,12 +8,33 @@ the second-order expansion of the block geodesic, and stays in the set at any st
 original rule (eq. blr) drops the last term; the geodesic keeps all terms.
 """
 
+import abc
+from typing import Any
+
+import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from iblr.families.base import AbstractFamily, StepInfo
 from iblr.families.curvature import Parameterisation
 from iblr.families.line_search import LineSearch
+
+
+class AbstractMemoryRule(eqx.Module):
+    """A rule that carries something from step to step, such as the moments of Adam.
+
+    The loop keeps the memory in its state, and the old one where a step is refused.
+    """
+
+    @abc.abstractmethod
+    def init(self, family: AbstractFamily) -> Any:
+        """The memory before the first step, a pytree of arrays."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, family: Any, tangent: Any, step_size: ArrayLike, memory: Any
+    ) -> tuple[Any, StepInfo, Any]:
+        """The new family, what happened, and the new memory, of the same shapes and types."""
 
 
 def improved_step(
@@ -55,7 +76,7 @@ def improved_step(
         >>> bool(jnp.linalg.eigvalsh(q.precision)[0] > 0)
         True
     """
-    t, t_curvature = _step_sizes(family, step_size, curvature_step_size)
+    t, t_curvature = step_sizes(family, step_size, curvature_step_size)
     return family.improved(tangent, t, t_curvature, parameterisation, trust_region)
 
 
@@ -74,7 +95,7 @@ def natural_gradient_step(
     The step may leave the set of valid parameters; then the family comes back unchanged and
     `info.status` is `Status.left_set`.
     """
-    t, t_curvature = _step_sizes(family, step_size, curvature_step_size)
+    t, t_curvature = step_sizes(family, step_size, curvature_step_size)
     return family.original(tangent, t, t_curvature, parameterisation, None)
 
 
@@ -96,7 +117,7 @@ def line_search_step(
     """
     if not 0 < share < 1:
         raise ValueError(f"`line_search_step(share=...)` must be between 0 and 1, but got {share}.")
-    t, t_curvature = _step_sizes(family, step_size, curvature_step_size)
+    t, t_curvature = step_sizes(family, step_size, curvature_step_size)
     return family.original(tangent, t, t_curvature, parameterisation, LineSearch(share=share))
 
 
@@ -116,12 +137,13 @@ def geodesic_step(
     a Gamma's shape and that of a user's block have no closed form: for those, and for a `Product`
     with such a part, a `ValueError`.
     """
-    t, t_curvature = _step_sizes(family, step_size, curvature_step_size)
+    t, t_curvature = step_sizes(family, step_size, curvature_step_size)
     return family.geodesic(tangent, t, t_curvature)
 
 
-def _step_sizes(
+def step_sizes(
     family: AbstractFamily, step_size: ArrayLike, curvature_step_size: ArrayLike | None
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """t, and that of the curvature, in the precision of the family."""
     t = jnp.asarray(step_size, family.dtype)
     return t, t if curvature_step_size is None else jnp.asarray(curvature_step_size, family.dtype)
