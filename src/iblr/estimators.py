@@ -58,7 +58,7 @@ class Rep(AbstractEstimator):
     samples: int = eqx.field(static=True, default=1)
 
     def __check_init__(self):
-        _check_count("Rep(samples=...)", self.samples)
+        check_samples("Rep(samples=...)", self.samples)
 
     def num_gradients(self, family: AbstractFamily) -> int:
         """Evaluations of the target's gradient in one call."""
@@ -69,8 +69,8 @@ class Rep(AbstractEstimator):
         draw_key, batch_key = jax.random.split(key)
         draws = family.draw(draw_key, self.samples)
         function = target.sampled(family.structure, target.batch(batch_key))
-        tangent = family.rep(draws, *_evaluated(function, draws.rows))
-        return _with_prior(family, target, tangent)
+        tangent = family.rep(draws, *evaluated(function, draws.rows))
+        return with_prior(family, target, tangent)
 
 
 class Stl(AbstractEstimator):
@@ -90,7 +90,7 @@ class Stl(AbstractEstimator):
     reuse: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self):
-        _check_count("Stl(pairs=...)", self.pairs)
+        check_samples("Stl(pairs=...)", self.pairs)
 
     def num_gradients(self, family: AbstractFamily) -> int:
         """Evaluations of the target's gradient in one call."""
@@ -101,7 +101,7 @@ class Stl(AbstractEstimator):
         draw_key, batch_key = jax.random.split(key)
         draws = family.draw_pairs(draw_key, self.pairs, self.reuse)
         function = target.whole(family.structure, target.batch(batch_key))
-        return family.stl(draws, *_evaluated(function, draws.rows))
+        return family.stl(draws, *evaluated(function, draws.rows))
 
 
 class Secant(AbstractEstimator):
@@ -119,7 +119,7 @@ class Secant(AbstractEstimator):
     ridge: float = eqx.field(static=True, default=0.3)
 
     def __check_init__(self):
-        _check_count("Secant(pairs=...)", self.pairs)
+        check_samples("Secant(pairs=...)", self.pairs)
         if not self.ridge >= 0:
             raise ValueError(f"`Secant(ridge=...)` must not be negative, but got {self.ridge}.")
 
@@ -132,9 +132,9 @@ class Secant(AbstractEstimator):
     ) -> GaussianTangent:
         """Ghat = -K with K E' = D' as the ridge vanishes."""
         draw_key, batch_key = jax.random.split(key)
-        draws = _gaussian("Secant", family).draw(draw_key, 2 * self.pairs, antithetic=True)
+        draws = only_gaussian("Secant", family).draw(draw_key, 2 * self.pairs, antithetic=True)
         function = target.whole(family.structure, target.batch(batch_key))
-        slopes, _ = _evaluated(function, draws.rows)
+        slopes, _ = evaluated(function, draws.rows)
         gradient, whitened, D = family.differences(draws, slopes)
         return GaussianTangent(gradient, whitened, family.secant(draws.noise, D, self.ridge))
 
@@ -152,7 +152,7 @@ class Hess(AbstractEstimator):
     hessian: Callable | None = None
 
     def __check_init__(self):
-        _check_count("Hess(samples=...)", self.samples)
+        check_samples("Hess(samples=...)", self.samples)
 
     def num_gradients(self, family: AbstractFamily) -> int:
         """Evaluations of the target's gradient in one call."""
@@ -165,9 +165,9 @@ class Hess(AbstractEstimator):
         draws = family.draw(draw_key, self.samples)
         function = target.sampled(family.structure, batch)
         hessian = _hessian(self.hessian, target, family, batch, function)
-        slopes, values = _evaluated(function, draws.rows)
+        slopes, values = evaluated(function, draws.rows)
         tangent = family.hess(draws, slopes, values, -jax.lax.map(hessian, draws.rows))
-        return _with_prior(family, target, tangent)
+        return with_prior(family, target, tangent)
 
 
 class AtMean(AbstractEstimator):
@@ -190,14 +190,15 @@ class AtMean(AbstractEstimator):
         batch = target.batch(key)
         function = target.sampled(family.structure, batch)
         hessian = _hessian(self.hessian, target, family, batch, function)
-        mean = _gaussian("AtMean", family).mean[None]
-        slopes, values = _evaluated(function, mean)
+        mean = only_gaussian("AtMean", family).mean[None]
+        slopes, values = evaluated(function, mean)
         at_mean = Draws(mean, jnp.zeros_like(mean))
         tangent = family.hess(at_mean, slopes, values, -hessian(mean[0])[None])
-        return _with_prior(family, target, tangent)
+        return with_prior(family, target, tangent)
 
 
-def _gaussian(estimator: str, family: Any) -> AbstractGaussian:
+def only_gaussian(estimator: str, family: Any) -> AbstractGaussian:
+    """The family, if it is a Gaussian."""
     if not isinstance(family, AbstractGaussian):
         raise ValueError(
             f"`{estimator}` estimates the curvature of a Gaussian, but got a {family.name}. Use "
@@ -206,7 +207,7 @@ def _gaussian(estimator: str, family: Any) -> AbstractGaussian:
     return family
 
 
-def _evaluated(
+def evaluated(
     function: FlatFunction, Z: Float[Array, "M d"]
 ) -> tuple[Float[Array, "M d"], Float[Array, " M"]]:
     """Slopes of minus the log density, nan where that is not finite, and its values."""
@@ -247,13 +248,15 @@ def _hessian(
     return hessian
 
 
-def _with_prior(family: AbstractFamily, target: Target, tangent: Any) -> Any:
+def with_prior(family: AbstractFamily, target: Target, tangent: Any) -> Any:
+    """The tangent with the exact term of a prior that is a family."""
     if target.exact_prior is None:
         return tangent
     weight = (1 / target.temperature).astype(family.dtype)
     return family.add_prior(tangent, target.exact_prior, weight)
 
 
-def _check_count(call: str, value: int) -> None:
+def check_samples(call: str, value: int) -> None:
+    """Raise unless a number of draws is one."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"`{call}` must be a whole number of at least 1, but got {value!r}.")
