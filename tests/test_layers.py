@@ -58,6 +58,7 @@ ORDER = [
     "iblr.baselines.tran",
     "iblr.baselines.song",
     "iblr.baselines.vogn",
+    "iblr.baselines.mixture_vogn",
     "iblr.baselines.vadam",
     "iblr.baselines.salimbeni",
     "iblr.baselines",
