@@ -10,8 +10,7 @@ import json
 import os
 import platform
 import subprocess
-import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -118,7 +117,7 @@ def load(folder: Path, name: str) -> tuple[Result, dict[str, dict[str, np.ndarra
     return result, raw
 
 
-def load_all(folder: Path, names: typing.Iterable[str]) -> list[Result]:
+def load_all(folder: Path, names: Iterable[str]) -> list[Result]:
     """The experiments that are there, in the order of names."""
     found = (load(folder, name) for name in names)
     return [pair[0] for pair in found if pair is not None]
