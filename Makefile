@@ -5,7 +5,7 @@ INSTALLED := $(VENV)/.installed
 # OpenBLAS's threads wait by spinning and would starve XLA's.
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help run test test-slow lint types wheel-check bench clean
+.PHONY: help run test test-slow test-report lint types wheel-check bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1	/p' Makefile | expand -t 14
@@ -24,6 +24,20 @@ test: $(INSTALLED) ## run the default test suite
 test-slow: $(INSTALLED) ## run the tests marked slow
 	$(BIN)/pytest -m slow
 
+CHROMIUM := /usr/bin/chromium
+$(CHROMIUM):
+	@command -v apt-get >/dev/null || { \
+	  echo "make test-report drives $@, which is not there; install Chromium under that name." >&2; \
+	  exit 1; }
+	as_root=; test "$$(id -u)" = 0 || as_root=sudo; \
+	{ $$as_root apt-get update --quiet && \
+	  $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install --quiet --yes chromium; } || { \
+	  echo "Chromium could not be installed; as root: apt-get install chromium" >&2; exit 1; }
+
+test-report: $(INSTALLED) | $(CHROMIUM) ## test the page of iblr reproduce in a browser
+	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e '.[report-test]'
+	$(BIN)/pytest -m browser tests/browser
+
 lint: $(INSTALLED) ## check style and formatting
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -37,7 +51,7 @@ import importlib.resources
 import iblr
 import jax
 
-for name in ("py.typed", "datasets/NOTICE.md"):
+for name in ("py.typed", "datasets/NOTICE.md", "reproduce/report/page.html"):
     assert importlib.resources.files(iblr).joinpath(name).is_file(), f"the wheel lacks {name}"
 for load in ("abalone", "ionosphere", "cancer_mortality", "murphy"):
     assert len(getattr(iblr.datasets, load)()[0]), f"the wheel lacks the data of {load}"

@@ -66,6 +66,11 @@ ORDER = [
     "iblr.reproduce",
     "iblr.reproduce.pictures",
     "iblr.reproduce.results",
+    "iblr.reproduce.report.strokes",
+    "iblr.reproduce.report.figures",
+    "iblr.reproduce.report.sections",
+    "iblr.reproduce.report.page",
+    "iblr.reproduce.report",
     "iblr.reproduce.experiments",
 ]
 
