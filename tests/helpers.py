@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import iblr
+from iblr.families.component import Component
 from iblr.structure import Structure
 
 # With fixed seeds nothing here is random; by chance one z-score in 150 000 would be larger.
@@ -64,6 +65,18 @@ def _diagonal(dim, layout=_flat):
         return iblr.DiagonalGaussian(*arrays, Structure.like(layout(mean)))
 
     return make
+
+
+def gaussian_mixture(means, covariances, weights=None):
+    """A mixture with full covariances."""
+    means, covariances = np.asarray(means, float), np.asarray(covariances, float)
+    K, d = means.shape
+    factors = np.linalg.cholesky(covariances).swapaxes(1, 2)
+    log_dets = np.linalg.slogdet(covariances)[1]
+    arrays = (jnp.asarray(x, float) for x in (means, factors, np.linalg.inv(factors), log_dets))
+    components = jax.vmap(lambda *parts: Component(*parts, Structure.flat(d)))(*arrays)
+    log_weights = np.log(np.full(K, 1 / K) if weights is None else np.asarray(weights))
+    return iblr.GaussianMixture(components, jnp.asarray(log_weights, float), Structure.flat(d))
 
 
 FAMILIES = [

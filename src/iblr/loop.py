@@ -92,6 +92,11 @@ def step(
     options = {"trust_region": True} if trust_region else {}
     memory = state.memory
     if isinstance(rule, AbstractMemoryRule):
+        if not jax.tree.leaves(memory):
+            raise ValueError(
+                f"`step(rule=...)` got {type(rule).__name__}, which has a memory, but a state "
+                "without one. Make the state with the same rule: `iblr.init(family, key, rule)`."
+            )
         family, info, memory = rule(family, tangent, t, memory, **options)
     else:
         family, info = rule(family, tangent, t, **options)

@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 import scipy.linalg
-from helpers import FAMILIES, no_type_hook
+from helpers import FAMILIES, gaussian_mixture, no_type_hook, slow
 
 import iblr
-from iblr import DiagonalGaussian, Gaussian, GaussianMixture, Parameterisation, Status, geometry
+from iblr import DiagonalGaussian, Gaussian, Parameterisation, Status, geometry
 from iblr.baselines import Bbvi, Salimbeni, Vadam, Vogn, blr_step, song_step, tran_step, vadam_step
 from iblr.baselines.salimbeni import natural_direction
 from iblr.families.abstract_gaussian import GaussianTangent
@@ -127,8 +127,8 @@ def test_a_step_onto_the_boundary_is_outside():
 
 
 def test_the_components_of_a_mixture_backtrack_together_by_halving():
-    means = jnp.array([[-2.0, 0.0], [2.0, 1.0], [0.0, 5.0]])
-    q = GaussianMixture.from_moments(means, jnp.stack([jnp.eye(2) * v for v in (0.5, 1.0, 2.0)]))
+    means = [[-2.0, 0.0], [2.0, 1.0], [0.0, 5.0]]
+    q = gaussian_mixture(means, [np.eye(2) * v for v in (0.5, 1.0, 2.0)])
     roots = np.random.default_rng(0).normal(size=(3, 2, 2))
     Ghat = roots + roots.swapaxes(1, 2)
     components = jax.vmap(lambda G: GaussianTangent(jnp.zeros(2), jnp.zeros(2), Dense(G)))(Ghat)
@@ -141,8 +141,9 @@ def test_the_components_of_a_mixture_backtrack_together_by_halving():
         close(info.shrunk, cut)
         assert info.status == Status.ok
         for c, v in enumerate((0.5, 1.0, 2.0)):
-            close(new[c].precision, (np.eye(2) - cut * t * Ghat[c]) / v, 1e-7)
-        close(new.weights, jax.nn.softmax(-cut * t * jnp.arange(3.0)))
+            A = np.asarray(new.components.factor[c])
+            close(np.linalg.inv(A.T @ A), (np.eye(2) - cut * t * Ghat[c]) / v, 1e-7)
+        close(np.diff(new.log_weights), -cut * t)
 
 
 def test_the_step_of_gammas_goes_to_four_fifths_of_the_way():
@@ -229,17 +230,18 @@ def test_vadam_is_adam_with_the_square_root_of_s(name):
     prior = DiagonalGaussian.from_variances(jnp.array([0.3, -1.0, 0.5]), jnp.array([9.0, 8.0, 7.0]))
     target = logistic(prior)
     tangent = eqx.filter_jit(Vadam(samples))(q, target, KEY)
-    new, info = eqx.filter_jit(vadam_step)(q, tangent, t)
+    step = eqx.filter_jit(vadam_step)
+    new, info = step(q, tangent, t)
     mu, S = vadam_in_its_own_terms(q, prior, target, samples, t)
     assert info.status == Status.ok
     close(new.precision, S, 1e-8)
     close(new.mean, mu, 1e-7)
     if name == "diagonal-3":
         averaged = q.with_gradient(tangent, 0 * tangent.gradient)  # momentum keeps N and P0
-        close(vadam_step(q, averaged, t)[0].mean, q.mean)
-        kept, info = vadam_step(q, dataclasses.replace(tangent, gradient=jnp.full(3, jnp.nan)), t)
+        close(step(q, averaged, t)[0].mean, q.mean)
+        kept, info = step(q, dataclasses.replace(tangent, gradient=jnp.full(3, jnp.nan)), t)
         assert info.status == Status.nonfinite and eqx.tree_equal(kept, q)
-        kept, info = vadam_step(q, tangent, 50.0)
+        kept, info = step(q, tangent, 50.0)
         assert info.status == Status.left_set and eqx.tree_equal(kept, q)
 
 
@@ -311,7 +313,7 @@ def coordinates(power, d):
     return log_prob, matrix
 
 
-@pytest.mark.parametrize("parameterisation", ["covariance", "precision"])
+@pytest.mark.parametrize("parameterisation", ["covariance", slow("precision")])
 def test_the_step_of_song_et_al_contracts_all_christoffel_symbols(parameterisation):
     d, choice = 2, Parameterisation[parameterisation]
     q = Gaussian.from_covariance(jnp.array([0.3, -1.0]), jnp.array([[1.5, 0.4], [0.4, 0.8]]))

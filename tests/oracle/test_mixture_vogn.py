@@ -5,19 +5,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import no_type_hook
+from helpers import gaussian_mixture, no_type_hook
 
 import iblr
-from iblr import Gaussian, GaussianMixture, Status
+from iblr import Gaussian, Status
 from iblr.baselines import MixtureVogn
 
 KEY = jax.random.key(0)
 GRID = jnp.linspace(-12.0, 12.0, 2001)[:, None]
 
 
-def mixture(means, deviations, weights):
-    covariances = jnp.square(jnp.array(deviations))[:, None, None]
-    return GaussianMixture.from_moments(jnp.array(means)[:, None], covariances, jnp.array(weights))
+def mixture(means, deviations, weights=None):
+    means, variances = np.array(means), np.square(deviations)
+    return gaussian_mixture(means[:, None], variances[:, None, None], weights)
 
 
 def wide_between_narrow(deviation, distance):
@@ -40,14 +40,14 @@ def step(q, estimator, t, rule=iblr.natural_gradient_step):
 
 
 def test_the_part_of_log_q_is_not_positive_definite():
-    gaussian = GaussianMixture.from_moments(jnp.zeros((1, 1)), 0.5 * jnp.ones((1, 1, 1)))
-    np.testing.assert_allclose(entropy_part(gaussian), 2.0, rtol=1e-4)  # S, in a Gaussian
+    one = mixture([0.0, 0.0, 0.0], [0.5, 0.5, 0.5])
+    np.testing.assert_allclose(entropy_part(one), 4.0, rtol=1e-4)  # S, as it is a Gaussian
     assert float(entropy_part(wide_between_narrow(1.0, 2.0))[1]) < -0.5
 
 
 def test_squared_gradients_of_the_target_leave_the_set():
     q, t = wide_between_narrow(2.0, 1.5), 0.9
-    assert float(entropy_part(q)[1]) > 1.5 * float(q[1].precision[0, 0])
+    assert float(entropy_part(q)[1]) > 1.5 / 2.0**2
     kept, info = step(q, MixtureVogn(pairs=500, of_b=False), t)
     assert info.status == Status.left_set and eqx.tree_equal(kept, q)
     _, info = step(q, iblr.Stl(pairs=500), t, iblr.improved_step)
@@ -61,15 +61,17 @@ def test_squared_gradients_of_both_never_leave_it():
     assert bool((new.components.log_det < q.components.log_det).all())
 
 
+@jax.jit
 def divergence(q, p):
     """KL(q || p) on a grid."""
     log_q, log_p = q.log_prob_rows(GRID), p.log_prob_rows(GRID)
-    return float(jnp.sum(jnp.exp(log_q) * (log_q - log_p)) * (GRID[1, 0] - GRID[0, 0]))
+    return jnp.sum(jnp.exp(log_q) * (log_q - log_p)) * (GRID[1, 0] - GRID[0, 0])
 
 
+@pytest.mark.slow
 def test_squared_gradients_of_both_fit_much_worse():
-    target = mixture([-2.0, 1.5], [0.6, 1.2], [0.5, 0.5])  # a member of the family
-    start = mixture([-1.0, 1.0], [1.0, 1.0], [0.5, 0.5])
+    target = mixture([-2.0, 1.5], [0.6, 1.2])  # a member of the family
+    start = mixture([-1.0, 1.0], [1.0, 1.0])
     options = {"key": KEY, "num_steps": 600, "elbo_draws": 20}
     log_density = lambda z: target.log_prob_rows(z[None])[0]  # noqa: E731
     ours = iblr.fit(log_density, start, estimator=iblr.Stl(pairs=8), **options).family

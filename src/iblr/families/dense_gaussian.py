@@ -104,12 +104,22 @@ class AbstractDenseGaussian(AbstractGaussian):
     ) -> tuple[Float[Array, " d"], Float[Array, "d d"]]:
         """dL/dmu = g, and dL/dC = tril(2 (dL/dSigma) C) = -tril(G C), as dL/dSigma = -G/2.
 
-        With A = O C' for a rotation O (the identity after a step in C), G C = C^-T O' Ghat O.
+        With A = O C' for a rotation O (the identity after a step in C), G C = C^-T O' Ghat O. Of
+        Ghat = c I - sym(L'R) the first term has the diagonal c / C_ii there, since C^-T is upper
+        triangular, and the second costs O(M d^2): a row l O is (l A) C^-T.
         """
-        C = theta[1]
+        C, Ghat = theta[1], tangent.curvature
+        if isinstance(Ghat, LowRank):
+            rows = self.colour(jnp.concatenate([Ghat.left, Ghat.right]))
+            inside = solve_triangular(C, rows.T, lower=True)
+            back = solve_triangular(C.T, inside, lower=False)
+            M = len(Ghat.left)
+            crossed = jnp.concatenate([inside[:, M:], inside[:, :M]], axis=1)
+            of_C = 0.5 * matmul(back, crossed.T) - jnp.diag(Ghat.shift / jnp.diagonal(C))
+            return tangent.gradient, jnp.tril(of_C)
         O = solve_triangular(C, self.factor.T, lower=True).T  # noqa: E741
-        Ghat = matmul(matmul(O.T, tangent.curvature.dense().matrix), O)
-        return tangent.gradient, -jnp.tril(solve_triangular(C.T, Ghat, lower=False))
+        turned = matmul(matmul(O.T, Ghat.dense().matrix), O)
+        return tangent.gradient, -jnp.tril(solve_triangular(C.T, turned, lower=False))
 
     @property
     def variances(self) -> Float[Array, " d"]:
