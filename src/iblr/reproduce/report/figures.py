@@ -46,7 +46,7 @@ def numbers(array: np.ndarray | Sequence[float]) -> list[Any]:
     finite = values[np.isfinite(values)]
     digits = DIGITS
     if len(finite) and np.ptp(finite) > 0:
-        digits += math.ceil(np.log10(np.abs(finite).max() / np.ptp(finite)))
+        digits += math.floor(np.log10(np.abs(finite).max() / np.ptp(finite)))
     digits = max(DIGITS, min(digits, MOST_DIGITS))
     return [_number(value, digits) for value in values.tolist()]
 

@@ -129,7 +129,8 @@ def _facts(results: Sequence[Result], common: dict[str, str]) -> list[tuple[str,
         return [(key, text(value)) for key, value in common.items()]
     started = sorted({result.started for result in ran})
     seeds = sorted({result.seeds for result in ran})
-    when = moment(started[0]) + (f" to {moment(started[-1])}" if len(started) > 1 else "")
+    days = started[0][:10], started[-1][:10]
+    when = moment(started[0]) + (f" to {moment(started[-1])}" if days[0] != days[1] else "")
     span = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}, see each section"
     return [
         ("started", when),

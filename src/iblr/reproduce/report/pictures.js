@@ -69,24 +69,26 @@ const Pictures = (() => {
     };
   }
 
-  function axis(said, theme, values, length) {
+  // `room` is how many labels there is room for.
+  function axis(said, theme, values, room) {
     const made = { ...frame(theme), title: { text: escapeText(said.label), standoff: 8 } };
     made.type = said.log ? "log" : "linear";
-    made.exponentformat = said.log ? "power" : "SI";
+    made.exponentformat = "SI";
+    made.tickangle = 0;
+    made.nticks = Math.max(3, Math.floor(room));
     if (said.range) {
       made.range = said.log ? said.range.map(Math.log10) : said.range;
       made.autorange = false;
     }
     if (said.log) {
+      // Plotly takes powers of ten where a tick stands for more than 0.7 decades, else 1, 2 and 5.
       const usable = values.filter((value) => value > 0);
       const ends = said.range ?? [smallest(usable), largest(usable)];
       const decades = Math.abs(Math.log10(ends[1] / ends[0]));
-      const room = Math.max(2, length / 55);
-      if (decades >= 1.5) made.dtick = Math.max(1, Math.ceil(decades / room));
-      else made.nticks = Math.floor(room);
-      made.minor = decades < 8 ? { ticks: "outside", ticklen: 2, tickcolor: theme.rule } : {};
-    } else {
-      made.nticks = Math.max(3, Math.floor(length / 60));
+      const most = decades > 2.2 ? decades / 0.75 : decades > 1 ? decades / 0.5 : 4;
+      made.nticks = Math.max(2, Math.floor(Math.min(made.nticks, most)));
+      if (decades > 1) made.exponentformat = "power";
+      if (decades < 8) made.minor = { ticks: "outside", ticklen: 2, tickcolor: theme.muted };
     }
     return made;
   }
@@ -124,8 +126,8 @@ const Pictures = (() => {
     const height = Math.round(Math.min(460, Math.max(300, width * 0.55)));
     const layout = base(theme, width, height);
     const all = picture.curves.flatMap((curve) => [curve.y, ...(curve.others ?? [])].flat());
-    layout.xaxis = axis(picture.x, theme, picture.curves.flatMap((curve) => curve.x), width - 80);
-    layout.yaxis = axis(picture.y, theme, all.filter((value) => value !== null), height - 60);
+    layout.xaxis = axis(picture.x, theme, picture.curves.flatMap((curve) => curve.x), (width - 80) / 70);
+    layout.yaxis = axis(picture.y, theme, all.filter((value) => value !== null), (height - 60) / 36);
     const positive = picture.y.log ? smallest(all.filter((value) => value > 0)) : 0;
     const floor = picture.y.log ? (picture.y.range ? Math.min(...picture.y.range) : positive / 2) : -Infinity;
     const data = [];
@@ -145,17 +147,19 @@ const Pictures = (() => {
           line: { color: colour, width: 0.9 } });
       }
       const finite = curve.y.filter((value) => value !== null).length;
+      const dense = finite > 1500;  // a thick line would be a smear
       const trace = { ...common, type: "scatter", x: curve.x, y: curve.y };
       if (curve.published) {
-        data.push({ ...trace, mode: "markers",
-          marker: { symbol: "circle-open", size: 8, color: colour, line: { width: 1.75, color: colour } } });
+        data.push({ ...trace, mode: "markers", cliponaxis: false,
+          marker: { symbol: "circle", size: 8, color: theme.ground, line: { width: 1.75, color: colour } } });
       } else {
         data.push({ ...trace, mode: finite < 12 ? "lines+markers" : "lines",
-          line: { color: colour, width: thick, dash }, marker: { color: colour, size: 6 } });
+          line: { color: colour, width: dense ? thick / 2 : thick, dash },
+          marker: { color: colour, size: 6 } });
       }
     }
-    // What stands out is drawn last; Plotly draws in order.
-    const rank = (trace) => (strokes[trace.legendgroup]?.strong ? 1 : 0);
+    // Plotly draws in order: what stands out over the rest, what was published over all.
+    const rank = (trace) => (trace.mode === "markers" ? 2 : strokes[trace.legendgroup]?.strong ? 1 : 0);
     data.sort((a, b) => rank(a) - rank(b));
     return { data, layout };
   }
@@ -192,9 +196,9 @@ const Pictures = (() => {
   function plane(picture, theme, width, most) {
     const [left, right] = [picture.x[0], picture.x.at(-1)];
     const [bottom, top] = [picture.y[0], picture.y.at(-1)];
-    const inner = width - 70;
-    const height = Math.round(Math.min(most, (inner * Math.abs(top - bottom)) / Math.abs(right - left))) + 56;
-    const layout = base(theme, width, height);
+    const shape = Math.abs((top - bottom) / (right - left));
+    const inner = Math.min(width - 70, most / shape);
+    const layout = base(theme, Math.max(Math.round(inner) + 70, Math.min(width, 220)), Math.round(inner * shape) + 56);
     layout.xaxis = { ...frame(theme), range: [left, right], constrain: "domain", showgrid: false,
       title: { text: escapeText(picture.xLabel), standoff: 6 }, nticks: 7 };
     layout.yaxis = { ...frame(theme), range: [bottom, top], constrain: "domain", showgrid: false,
@@ -234,7 +238,7 @@ const Pictures = (() => {
     if (small) {
       const shape = Math.abs((picture.y.at(-1) - picture.y[0]) / (picture.x.at(-1) - picture.x[0]));
       const height = Math.round(Math.min(1.5, Math.max(0.4, shape)) * width);
-      Object.assign(layout, { height, margin: { l: 1, r: 1, t: 1, b: 1 } });
+      Object.assign(layout, { width, height, margin: { l: 1, r: 1, t: 1, b: 1 } });
       for (const side of [layout.xaxis, layout.yaxis]) {
         Object.assign(side, { showticklabels: false, ticks: "", title: undefined,
           linecolor: theme.rule, mirror: true, automargin: false });

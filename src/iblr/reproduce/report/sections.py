@@ -32,9 +32,7 @@ def section(result: Result, common: Mapping[str, str]) -> str:
             f'<section class="experiment" id="{anchor(result)}" aria-labelledby="{title}">',
             _heading(result, shown, title),
             _state(result),
-            f'<blockquote class="claimed"><p>{prose(result.claim)}</p></blockquote>'
-            if result.claim
-            else "",
+            _claimed(result),
             claims_table(result, shown.claims),
             *(
                 _picture(picture, f"{anchor(result)}-picture-{number}")
@@ -86,7 +84,7 @@ def duration(seconds: float) -> str:
     """In the units a reader would use.
 
     Example:
-        >>> duration(0.04), duration(75.2), duration(7261)
+        >>> duration(0.04), duration(75.2), duration(7261.0)
         ('0.04 s', '1 min 15 s', '2 h 1 min')
     """
     if not math.isfinite(seconds):
@@ -176,6 +174,15 @@ def _state(result: Result) -> str:
     return f'<p class="state"><strong>{text(state)}.</strong> {prose(said)}</p>'
 
 
+def _claimed(result: Result) -> str:
+    if not result.claim:
+        return ""
+    return (
+        '<blockquote class="claimed"><p class="eyebrow">What the paper says</p>'
+        f"<p>{prose(result.claim)}</p></blockquote>"
+    )
+
+
 def _picture(picture: pictures.Picture, name: str) -> str:
     """A place for the picture, its data, and what is known of it without a script."""
     data = figure(picture)
@@ -260,15 +267,19 @@ def _slider(name: str, label: str, last: int, start: int) -> str:
 
 
 def _table(table: pictures.Table) -> str:
-    head = "".join(f'<th scope="col">{text(column)}</th>' for column in table.columns)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in table.rows
-    )
     said = f'<p class="table-caption">{prose(table.caption)}</p>' if table.caption else ""
+    return f"<h3>{text(table.title)}</h3>{said}{_rows(table.title, table.columns, table.rows)}"
+
+
+def _rows(label: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table that scrolls within the page where it is too wide."""
+    head = "".join(f'<th scope="col">{text(column)}</th>' for column in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
     return (
-        f"<h3>{text(table.title)}</h3>{said}"
-        f'<div class="scrolling" role="region" tabindex="0" aria-label="{text(table.title)}">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f'<div class="scrolling" role="region" tabindex="0" aria-label="{text(label)}">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
@@ -298,7 +309,7 @@ def _settings(result: Result, shown: pictures.Section, common: Mapping[str, str]
         f'<a href="{file}.{kind}">{text(result.experiment)}.{kind}</a>' for kind in ("json", "npz")
     )
     return (
-        f"<details><summary>Settings</summary>{pairs(own)}"
+        f'<details class="settings"><summary>Settings</summary>{pairs(own)}'
         f'<p class="files">All numbers as they were computed: {links}.</p></details>'
         + _tasks(result.tasks)
     )
@@ -308,15 +319,20 @@ def _tasks(tasks: Mapping[str, Mapping[str, Any]]) -> str:
     if not tasks:
         return ""
     rows = [
-        (name, ", ".join(_item(*item) for item in kept.items())) for name, kept in tasks.items()
+        (
+            name,
+            duration(float(kept["seconds"])) if "seconds" in kept else "",
+            ", ".join(_item(*item) for item in kept.items() if item[0] != "seconds"),
+        )
+        for name, kept in tasks.items()
     ]
     return (
         f"<details><summary>Pieces of work ({len(rows)})</summary>"
-        f"{pairs((name, text(value)) for name, value in rows)}</details>"
+        f"{_rows('Pieces of work', ('piece', 'time', 'settings'), rows)}</details>"
     )
 
 
 def _item(key: str, value: Any) -> str:
-    if key == "seconds" and isinstance(value, int | float):
-        return duration(value)
+    if key == "settings":
+        return str(value)
     return f"{key} {value:.5g}" if isinstance(value, float) else f"{key} {value}"
