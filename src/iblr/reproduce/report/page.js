@@ -14,7 +14,9 @@
 
   /* Themes */
   function chosen() {
-    try { return localStorage.getItem("iblr-report-theme"); } catch (error) { return null; }
+    let name = null;
+    try { name = localStorage.getItem("iblr-report-theme"); } catch (error) { /* no storage */ }
+    return name === "light" || name === "dark" ? name : null;
   }
 
   function current() {

@@ -52,6 +52,7 @@ const Pictures = (() => {
   function base(theme, width, height) {
     return {
       width, height, autosize: false, showlegend: false, hovermode: "closest",
+      uirevision: "kept",  // a reader's zoom outlives the legend, the slider and the theme
       dragmode: theme.coarse ? false : "zoom",
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: FONT, size: 12, color: theme.muted },
