@@ -15,12 +15,10 @@ All three take the gradient of the expected log likelihood by implicit reparamet
 same number of draws (BBVI by `jax.grad` through the draws of `iblr.Gamma`), and that of the prior
 and the entropy in closed form. Data:
 
-    genuine    6000 cells, 39 channels of mass cytometry (`cytof.py`), arcsinh(x / 5), every channel
-               standardised over all cells; 4500 to train, 1500 to test, split at random. Stands in
-               for the data of the paper, which come without a licence.
-    synthetic  of the paper's size, 300 000 to train and 222 656 to test, drawn from the model at a
-               known W of Ga(0.25, 1) entries with rows scaled to |w|^2 = 0.9, so that every column
-               has variance 1; not standardised beyond that. The loss at the known W is printed.
+    genuine    6000 cells, which stand in for the data of the paper;
+    synthetic  of the paper's size; the loss at the known W is printed
+
+(`iblr.reproduce.factor_model` has the model and both),
 
 and each of them
 
@@ -56,96 +54,36 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cytof
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.scipy.linalg import solve_triangular
 from reporting import Report, versions, whole_number
 
 import iblr
+from iblr.datasets.cytometry import ADVICE
+from iblr.reproduce.factor_model import (
+    NUM_TEST,
+    NUM_TRAIN,
+    D,
+    Data,
+    Full,
+    expected_outer,
+    genuine,
+    log_loss,
+    make_prior,
+    of_rows,
+    synthetic,
+    training_elbo,
+)
 
-D = 39
-NOISE = 0.1
-PRIOR_SHAPE, PRIOR_RATE = 1.0, 1.0
 BATCH = 39
-NUM_TRAIN, NUM_TEST = 300_000, 222_656
-NUM_GENUINE_TRAIN = 4500
-ELBO_DRAWS = 100
 GRID = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 CHECKPOINTS = (10, 20, 50, 100, 200, 300)
 VERDICT_AT = 100
 CHUNK = 10
 PROBLEMS = ("genuine full", "synthetic full", "genuine batch", "synthetic batch")
-
-
-# The model.
-
-
-def log_likelihood(W: jax.Array, columns: jax.Array, count: float) -> jax.Array:
-    """Of `count` observations of which YY' = columns @ columns.T."""
-    L = jnp.linalg.cholesky(W @ W.T + NOISE * jnp.eye(len(W), dtype=W.dtype))
-    X = solve_triangular(L, columns, lower=True)
-    log_det = jnp.log(jnp.diagonal(L)).sum()
-    return -count * (log_det + 0.5 * len(W) * math.log(2 * math.pi)) - 0.5 * jnp.sum(X * X)
-
-
-def expected_outer(shape: np.ndarray, rate: np.ndarray) -> np.ndarray:
-    """E_q[W W']: products of means, and on the diagonal the variances too."""
-    mean, variance = shape / rate, shape / rate**2
-    return mean @ mean.T + np.diag(variance.sum(1))
-
-
-def log_loss(outer: np.ndarray, second_moment: np.ndarray) -> float:
-    """-mean log N(y | 0, outer + 0.1 I) over rows y of which mean y y' = second_moment; float64."""
-    covariance = np.asarray(outer, np.float64) + NOISE * np.eye(len(outer))
-    if not np.isfinite(covariance).all():
-        return math.nan
-    sign, log_det = np.linalg.slogdet(covariance)
-    trace = np.trace(np.linalg.solve(covariance, second_moment))
-    dim = len(covariance)
-    return float(0.5 * (dim * math.log(2 * math.pi) + log_det + trace)) if sign > 0 else math.nan
-
-
-# Data.
-
-
-class Data(NamedTuple):
-    """Training rows, and mean y y' of training and test rows in float64."""
-
-    rows: np.ndarray
-    train: np.ndarray
-    test: np.ndarray
-    known_W: np.ndarray | None = None
-
-
-def genuine(path: Path, seed: int) -> Data:
-    cells, _ = cytof.load(path)
-    order = np.random.default_rng(seed).permutation(len(cells))
-    train, test = cells[order[:NUM_GENUINE_TRAIN]], cells[order[NUM_GENUINE_TRAIN:]]
-    moments = train.T @ train / len(train), test.T @ test / len(test)
-    return Data(train.astype(np.float32), *moments)
-
-
-def synthetic(seed: int, num_train: int = NUM_TRAIN, num_test: int = NUM_TEST) -> Data:
-    """Rows of the model at a known W; of the test rows only mean y y' is kept."""
-    rng = np.random.default_rng(seed)
-    W = rng.gamma(0.25, size=(D, D))
-    W *= np.sqrt((1 - NOISE) / np.sum(W**2, axis=1, keepdims=True))
-
-    def draw(count: int) -> np.ndarray:
-        factors = rng.standard_normal((count, D), np.float32) @ W.T.astype(np.float32)
-        noise = rng.standard_normal((count, D), np.float32)
-        return factors + np.float32(math.sqrt(NOISE)) * noise
-
-    def second_moment(rows: np.ndarray) -> np.ndarray:
-        return sum(np.float64(part).T @ np.float64(part) for part in np.array_split(rows, 50))
-
-    rows = draw(num_train)
-    train = second_moment(rows) / num_train
-    return Data(rows, train, second_moment(draw(num_test)) / num_test, W)
 
 
 class Problem(NamedTuple):
@@ -159,25 +97,6 @@ class Problem(NamedTuple):
     @property
     def num_rows(self) -> int:
         return len(self.data.rows)
-
-
-class Full(eqx.Module):
-    """The log likelihood of all rows: that of their mean y y', times N, so that float32 will do."""
-
-    columns: jax.Array
-    count: jax.Array
-
-    def __call__(self, W: jax.Array) -> jax.Array:
-        return self.count * log_likelihood(W, self.columns, 1.0)
-
-
-def of_rows(W: jax.Array, rows: jax.Array) -> jax.Array:
-    return log_likelihood(W, rows.T, len(rows))
-
-
-def make_prior() -> Any:
-    ones = jnp.ones((D, D))
-    return iblr.Gamma(PRIOR_SHAPE * ones, PRIOR_RATE * ones)
 
 
 def make_problem(name: str, data: Data) -> Problem:
@@ -350,16 +269,6 @@ def compiled(step: Callable, length: int) -> Callable:
         return jax.lax.scan(lambda state, _: step(state, t, target), state, length=length)
 
     return eqx.filter_jit(advance)
-
-
-@jax.jit
-def training_elbo(
-    shape: jax.Array, rate: jax.Array, columns: jax.Array, count: jax.Array, key: jax.Array
-) -> jax.Array:
-    """In nats a row, with all rows."""
-    q = iblr.Gamma(shape, rate)
-    values = jax.vmap(lambda W: log_likelihood(W, columns, 1.0))(q.sample(key, ELBO_DRAWS))
-    return values.mean() - q.kl(make_prior()) / count
 
 
 # What is contained in every iteration.
@@ -585,7 +494,7 @@ def main() -> int:
     if options.data is not None:
         data["genuine"] = genuine(options.data, options.seed)
     elif any(name.startswith("genuine") for name in options.problems):
-        report(f"No `--data`, so nothing genuine is measured. To get it:\n{cytof.HOW_TO_GET}")
+        report(f"No `--data`, so nothing genuine is measured. To get it:\n{ADVICE}")
     report(
         f"seed {options.seed}, {options.samples} draws an iteration, step sizes chosen by the "
         f"training ELBO at iteration {min(VERDICT_AT, options.iterations)}"

@@ -36,9 +36,9 @@ from gmmvi_suite import compare as compare_gmmvi
 from numpy_mixture import NumpyTarget
 from numpy_mixture import step as numpy_step
 from reporting import Report, versions, whole_number
-from student_mixture import StudentMixture, authors_start, quality
 
 import iblr
+from iblr.reproduce.student_mixture import StudentMixture, authors_start, quality
 
 DRAWS = 100_000
 COMPONENTS, DIM = 25, 20

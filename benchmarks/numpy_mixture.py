@@ -8,7 +8,8 @@ L, its eigenvalues bounded by the trust region, S <- L V f(t Lambda) V' L'. The 
 
 import numpy as np
 from scipy.linalg import solve_triangular
-from student_mixture import DF, StudentMixture
+
+from iblr.reproduce.student_mixture import DF, StudentMixture
 
 LARGEST_GAIN, LARGEST_LOSS = 3.0, 0.5
 

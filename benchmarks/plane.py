@@ -3,11 +3,11 @@
     python benchmarks/plane.py [--targets star bnn] [--steps 2000] [--seeds 5] [--auto]
                                [--out FILE] [--picture FOLDER]
 
-Every target of `plane_targets` is fitted with every K of its list by the defaults of `iblr.fit`
-(`--steps` apart), all seeds as one program: `scratch` from a start of K components, `grown` from
-the fit of the same seed with the K before, by `GaussianMixture.grown`. KL(q || p) is by quadrature
-in double precision, in nats. `best` and `median` are over the seeds; a seed that did not end well,
-or with more than 1e-4 of its mass outside the quadrature, counts as infinite.
+Every target of `iblr.reproduce.plane_targets` is fitted with every K of its list by the defaults of
+`iblr.fit` (`--steps` apart), all seeds as one program: `scratch` from a start of K components,
+`grown` from the fit of the same seed with the K before, by `GaussianMixture.grown`. KL(q || p) is
+by quadrature in double precision, in nats. `best` and `median` are over the seeds; a seed that did
+not end well, or with more than 1e-4 of its mass outside the quadrature, counts as infinite.
 
 Bars: best is nowhere more than 0.01 above what fewer components reached; with `--auto`, the best
 seed of `GaussianMixture.init(key, "auto", ...)` is within 0.05 of the best fixed K. From scratch
@@ -23,14 +23,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from plane_targets import TARGETS, PlaneTarget
 from reporting import Report, versions, whole_number
 
 import iblr
+from iblr.reproduce.plane_targets import TARGETS, Moments, PlaneTarget, Quadrature
 
 LARGEST_RISE = 0.01
 LARGEST_GAP = 0.05
-LARGEST_MASS_OUTSIDE = 1e-4
 LEVELS = np.exp([-6.0, -4.5, -3.0, -2.0, -1.2, -0.6, -0.2, 0.0])
 
 
@@ -55,34 +54,10 @@ def fit_auto(target: PlaneTarget, key) -> iblr.Posterior:
     return iblr.fit(target.log_density, start(target, "auto", key), key=key)
 
 
-class Quadrature:
-    """KL(q || p) by the nodes of a target."""
-
-    def __init__(self, target: PlaneTarget):
-        self.points, self.weights = target.nodes()
-        self.log_p = target.evaluate(self.points) - target.log_z
-
-    def kl(self, posterior: iblr.Posterior) -> float:
-        """Of one run; infinite for one that did not end well or left the nodes."""
-        q = density(posterior.family, self.points)
-        outside = abs(1 - self.weights @ q)
-        if posterior.status != iblr.Status.ok or not outside < LARGEST_MASS_OUTSIDE:
-            return np.inf
-        some = q > 0
-        ratio = np.log(q[some]) - self.log_p[some]
-        return float((self.weights[some] * q[some]) @ ratio)
-
-
-def density(mixture: iblr.GaussianMixture, points: np.ndarray) -> np.ndarray:
-    """q at points, in double precision."""
-    q = np.zeros(len(points))
-    for component, weight in enumerate(np.asarray(mixture.weights, float)):
-        part = mixture[component]
-        root = np.linalg.cholesky(np.asarray(part.covariance, float))
-        noise = np.linalg.solve(root, (points - np.asarray(part.mean, float)).T)
-        peak = weight / (2 * np.pi * np.prod(np.diag(root)))
-        q += peak * np.exp(-0.5 * (noise**2).sum(0))
-    return q
+def kl(quadrature: Quadrature, posterior: iblr.Posterior) -> float:
+    """KL(q || p) of one run; infinite for one that did not end well or left the nodes."""
+    fine = posterior.status == iblr.Status.ok
+    return quadrature.kl(Moments.of(posterior.family)) if fine else np.inf
 
 
 def judge(report: Report, what: str, passed: bool, detail: str) -> bool:
@@ -107,7 +82,7 @@ def compare(report: Report, target: PlaneTarget, options: argparse.Namespace) ->
             iblr.fit(target.log_density, way, key=keys, num_steps=options.steps, throw=False)
             for way in ways
         ]
-        kls = np.array([[quadrature.kl(run) for run in batch] for batch in runs])
+        kls = np.array([[kl(quadrature, run) for run in batch] for batch in runs])
         before, best = runs[1].family, int(np.argmin(kls[1]))
         shown[f"K = {K}"] = kls[1].min(), runs[1][best].family
         table.append(kls.min(1))
@@ -122,10 +97,11 @@ def compare(report: Report, target: PlaneTarget, options: argparse.Namespace) ->
         )
     if options.auto:
         runs = [fit_auto(target, key) for key in keys]
-        kls = np.array([quadrature.kl(run) for run in runs])
+        kls = np.array([kl(quadrature, run) for run in runs])
         chosen = runs[int(np.argmin(kls))].family
         counts = ", ".join(
-            f"{kl:.4f} with {run.family.num_components}" for kl, run in zip(kls, runs, strict=True)
+            f"{value:.4f} with {run.family.num_components}"
+            for value, run in zip(kls, runs, strict=True)
         )
         report(f"  auto: {counts}")
         gap = kls.min() - values.min()
@@ -151,8 +127,8 @@ def draw(target: PlaneTarget, shown: dict, path: Path) -> None:
     points = np.stack(np.meshgrid(x, y), -1).reshape(-1, 2)
     panels = {"target": np.exp(target.evaluate(points) - target.log_z)}
     for name in picked:
-        kl, mixture = shown[name]
-        panels[f"{name}, KL = {kl:.3f}"] = density(mixture, points)
+        value, mixture = shown[name]
+        panels[f"{name}, KL = {value:.3f}"] = Moments.of(mixture).density(points)
     columns = -(-len(panels) // 2)
     figure, axes = pyplot.subplots(2, columns, figsize=(3.2 * columns, 6), layout="constrained")
     for axis in axes.ravel()[len(panels) :]:

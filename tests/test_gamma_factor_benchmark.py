@@ -25,61 +25,6 @@ def factor():
     return importlib.import_module("gamma_factor")
 
 
-def fcs(table, markers, *, order="1,2,3,4", **changes):
-    """The bytes of a small FCS 3.0 file; a delimiter inside a value is written twice."""
-    columns = range(1, len(markers) + 1)
-    keys = {"$PAR": len(markers), "$TOT": len(table), "$MODE": "L", "$DATATYPE": "F"}
-    keys |= {"$BYTEORD": order, "$COM": "a//b", "$BEGINDATA": "1000"}
-    keys |= {f"$P{i}{key}": value for i in columns for key, value in (("B", 32), ("E", "0,0"))}
-    keys |= {f"$P{i}N": f"channel {i}" for i in columns}
-    keys |= {f"$P{i}S": marker for i, marker in zip(columns, markers, strict=True) if marker}
-    keys |= changes
-    text = "/" + "".join(f"{key}/{value}/" for key, value in keys.items())
-    header = f"FCS3.0    {58:>8}{58 + len(text) - 1:>8}{0:>8}{0:>8}{0:>8}{0:>8}"
-    kind = "<f4" if order == "1,2,3,4" else ">f4"
-    return (header + text).ljust(1000).encode() + table.astype(kind).tobytes()
-
-
-@pytest.mark.parametrize("order", ["1,2,3,4", "4,3,2,1"])
-def test_the_reader_reads_fcs(factor, order):
-    table = np.arange(12.0).reshape(4, 3) - 5.5
-    got, channels = factor.cytof.read_fcs(fcs(table, ["CD3", "", "BC1"], order=order))
-    np.testing.assert_array_equal(got, table)
-    assert channels == [("channel 1", "CD3"), ("channel 2", ""), ("channel 3", "BC1")]
-
-
-def test_the_reader_refuses_what_it_does_not_read(factor):
-    read, table = factor.cytof.read_fcs, np.ones((2, 1))
-    for content, message in (
-        (b"PK\x03\x04", "is not an FCS 3.x file"),
-        (fcs(table, ["CD3"], **{"$DATATYPE": "I"}), "floating-point"),
-        (fcs(table, ["CD3"], **{"$P1E": "4,1"}), "logarithmic"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read(content, "it")
-
-
-def test_the_genuine_data_are_standardised_markers(factor, tmp_path, monkeypatch):
-    rng = np.random.default_rng(0)
-    tables = [rng.gamma(1.0, 50.0, (5, 4)).astype(np.float32) for _ in factor.cytof.NAMES]
-    markers = ["CD3", "BC1", "", "DNA1"]
-    for name, table in zip(factor.cytof.NAMES, tables, strict=True):
-        (tmp_path / name).write_bytes(fcs(table, markers))
-    monkeypatch.setattr(factor.cytof, "NUM_CELLS", 30)
-    monkeypatch.setattr(factor.cytof, "NUM_CHANNELS", 2)
-    cells, names = factor.cytof.load(tmp_path)
-    assert names == ["CD3", "DNA1"]
-    expected = np.arcsinh(np.concatenate(tables)[:, [0, 3]].astype(float) / 5)
-    expected = (expected - expected.mean(0)) / expected.std(0)
-    np.testing.assert_allclose(cells, expected, rtol=1e-12)
-
-
-def test_missing_data_say_how_to_get_them(factor, tmp_path):
-    for path in (tmp_path, tmp_path / "nothing.whl"):
-        with pytest.raises(FileNotFoundError, match="pip download cytonormpy==1.0.2 --no-deps"):
-            factor.cytof.load(path)
-
-
 def test_log_likelihood_and_loss_are_those_of_a_gaussian(factor):
     rng = np.random.default_rng(1)
     W, rows = rng.gamma(1.0, size=(5, 5)), rng.normal(size=(7, 5))

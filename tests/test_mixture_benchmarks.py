@@ -24,7 +24,7 @@ def found_here():
     ["banana-0.03", "banana-0.1", "double-banana", "bnn", "laplace", "star", "beta-binomial"],
 )
 def test_the_quadrature_of_a_plane_target_gives_its_constant(name):
-    target = importlib.import_module("plane_targets").TARGETS[name]
+    target = importlib.import_module("iblr.reproduce.plane_targets").TARGETS[name]
     points, weights = target.nodes()
     log_z = logsumexp(target.evaluate(points), b=weights)
     assert abs(log_z - target.log_z) < 1e-5
@@ -32,7 +32,7 @@ def test_the_quadrature_of_a_plane_target_gives_its_constant(name):
 
 @pytest.mark.slow
 def test_the_beta_binomial_has_the_digits_of_double_precision():
-    module = importlib.import_module("plane_targets")
+    module = importlib.import_module("iblr.reproduce.plane_targets")
     target, y, n = module.TARGETS["beta-binomial"], module.DEATHS, module.PEOPLE
     z = np.random.default_rng(0).uniform(*np.array(target.box).T, size=(200, 2))
     logit, log_precision = (z + module.CITIES).T[:, :, None]
@@ -46,7 +46,7 @@ def test_the_beta_binomial_has_the_digits_of_double_precision():
 @pytest.mark.slow
 @pytest.mark.parametrize("shape_matrices", [False, True])
 def test_the_mixture_of_t_is_that_of_scipy(shape_matrices):
-    make = importlib.import_module("student_mixture").StudentMixture.make
+    make = importlib.import_module("iblr.reproduce.student_mixture").StudentMixture.make
     target = make(jax.random.key(0), 5, 3, 4.0, shape_matrices)
     z = np.random.default_rng(0).uniform(-4, 4, size=(20, 5))
     each = []

@@ -39,6 +39,7 @@ from iblr.fit import fit as fit
 from iblr.laplace import laplace as laplace
 from iblr.loop import init as init
 from iblr.loop import step as step
+from iblr.metrics import mmd2 as mmd2
 from iblr.posterior import Posterior as Posterior
 from iblr.rule import (
     geodesic_step as geodesic_step,

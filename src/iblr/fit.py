@@ -232,7 +232,9 @@ def _run(
             t = float(jnp.asarray(step_size(done - 1) if callable(step_size) else step_size))
             history.add(done, t, report, now.family)
             seconds = time.perf_counter() - started
-            told = Progress(done, num_steps, history.elbo, history.elbo_se, t, now.family, seconds)
+            told = Progress(
+                done, num_steps, history.elbo, history.elbo_se, t, now.family, seconds, now
+            )
             line.show(told)
             stopped = bool(callback(told)) if callback is not None else False
             stopped = stopped or history.hopeless

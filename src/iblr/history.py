@@ -39,6 +39,7 @@ class Progress(NamedTuple):
     step_size: float
     family: AbstractFamily
     seconds: float
+    state: Any
 
 
 class History:

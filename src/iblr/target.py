@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from iblr.structure import Structure
 
@@ -121,7 +121,11 @@ class Target(eqx.Module):
         if not self.is_stochastic:
             return self.data
         shape = (self.batch_size or self.num_data,)
-        rows = jax.random.choice(key, self.num_data, shape, replace=self.replacement)
+        rows = (
+            jax.random.choice(key, self.num_data, shape)
+            if self.replacement
+            else distinct_rows(key, self.num_data, *shape)
+        )
         return jax.tree.map(lambda leaf: leaf[rows], self.data)
 
     @property
@@ -181,6 +185,32 @@ class Target(eqx.Module):
             if callable(function):
                 rest = (batch,) if name == "log_likelihood" and self.data is not None else ()
                 _check_function(name, function, rest, structure, points, starts)
+
+
+def distinct_rows(key: Key[Array, ""], num_data: int, count: int) -> Int[Array, " count"]:
+    """A uniformly random set of `count` of `num_data` rows.
+
+    On a CPU in O(count) by Floyd's algorithm (Bentley & Floyd 1987): the i-th draw is uniform among
+    the first n - count + i + 1 rows, and the last of these where it was drawn before. Elsewhere by
+    a permutation of all rows, since there steps in sequence are dear.
+    """
+    first = num_data - count
+
+    def by_floyd(key: Key[Array, ""]) -> Int[Array, " count"]:
+        drawn = jax.random.randint(key, (count,), 0, first + 1 + jnp.arange(count))
+
+        def pick(taken: Bool[Array, " n"], step: tuple[Int[Array, ""], Int[Array, ""]]):
+            index, row = step
+            row = jnp.where(taken[row], index, row)
+            return taken.at[row].set(True), row
+
+        places = first + jnp.arange(count), drawn
+        return jax.lax.scan(pick, jnp.zeros(num_data, bool), places)[1].astype(jnp.int32)
+
+    def by_permutation(key: Key[Array, ""]) -> Int[Array, " count"]:
+        return jax.random.choice(key, num_data, (count,), replace=False).astype(jnp.int32)
+
+    return jax.lax.platform_dependent(key, cpu=by_floyd, default=by_permutation)
 
 
 def as_target(target: Any, call: str) -> Target:

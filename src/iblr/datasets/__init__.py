@@ -6,6 +6,7 @@ and are downloaded only where `download=True` is written.
 
 from iblr.datasets.cells import Cells as Cells
 from iblr.datasets.cells import cytof as cytof
+from iblr.datasets.cytometry import cytometry as cytometry
 from iblr.datasets.files import DataError as DataError
 from iblr.datasets.files import MissingDataError as MissingDataError
 from iblr.datasets.files import cache_directory as cache_directory

@@ -19,7 +19,7 @@ theta <- theta f(p x), that is m(x) = f(p x)^(-1/(2p)). Appendix A ({mu, sigma},
 
 import enum
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -238,23 +238,7 @@ class LowRank(eqx.Module):
         if 2 * M >= d or rule.trust_region or not rule.is_polynomial:
             return self.spectrum().change(t, rule)
 
-        @custom_vmap
-        def change(operator: LowRank, t: Float[Array, ""]) -> RootChange:
-            cheap, fits = operator.cholesky_change(t)
-            return jax.lax.cond(fits, lambda: cheap, lambda: operator._full_change(t, rule))
-
-        @change.def_vmap
-        def batched(axis_size, in_batched, operator, t):  # where `cond` would compute both
-            axes = jax.tree.map(lambda mapped: 0 if mapped else None, in_batched)
-            full = jax.vmap(lambda operator, t: operator._full_change(t, rule), in_axes=axes)
-            changes = full(operator, t)
-            return changes, jax.tree.map(lambda _: True, changes)
-
-        return change(self, t)
-
-    def _full_change(self, t: Float[Array, ""], rule: Rule) -> RootChange:
-        change = self.spectrum().change(t, rule)
-        return change._replace(core=jnp.diag(change.core))
+        return _cheapest_change(self, t, rule)
 
     def cholesky_change(self, t: Float[Array, ""]) -> tuple[RootChange, Bool[Array, ""]]:
         """A root of f(t Ghat)^-1 without eigenvectors, and whether it can be trusted.
@@ -309,8 +293,42 @@ class Dense(eqx.Module):
         return Spectrum(vectors.T, values, jnp.zeros((), values.dtype), 0)
 
     def change(self, t: Float[Array, ""], rule: Rule) -> RootChange:
-        """T = m(t Ghat)."""
-        return self.spectrum().change(t, rule)
+        """T = m(t Ghat), or another root of the same covariance where that is cheaper."""
+        if rule.trust_region or not rule.is_polynomial:
+            return self.spectrum().change(t, rule)
+        return _cheapest_change(self, t, rule)
+
+    def cholesky_change(self, t: Float[Array, ""]) -> tuple[RootChange, Bool[Array, ""]]:
+        """T = L^-1 for f(t Ghat) = L L', and whether it can be trusted, as for `LowRank`."""
+        X = t * self.matrix
+        identity = jnp.eye(len(X), dtype=X.dtype)
+        L = jnp.linalg.cholesky(0.5 * (identity + matmul(identity - X, identity - X)))
+        T = solve_triangular(L, identity, lower=True)
+        none, one = jnp.zeros((), jnp.int32), jnp.ones((), X.dtype)
+        log_det = -jnp.log(jnp.diagonal(L)).sum()
+        change = RootChange(identity, T - identity, one, log_det, jnp.asarray(True), none, one)
+        return change, jnp.sqrt(jnp.sum(X**2)) < CHOLESKY_LIMIT
+
+
+def _cheapest_change(operator: Any, t: Float[Array, ""], rule: Rule) -> RootChange:
+    """By a Cholesky factor where that is accurate, by eigenvectors elsewhere and under `vmap`."""
+
+    def full(operator: Any, t: Float[Array, ""]) -> RootChange:
+        change = operator.spectrum().change(t, rule)
+        return change._replace(core=jnp.diag(change.core))
+
+    @custom_vmap
+    def change(operator: Any, t: Float[Array, ""]) -> RootChange:
+        cheap, fits = operator.cholesky_change(t)
+        return jax.lax.cond(fits, lambda: cheap, lambda: full(operator, t))
+
+    @change.def_vmap
+    def batched(axis_size, in_batched, operator, t):  # where `cond` would compute both
+        axes = jax.tree.map(lambda mapped: 0 if mapped else None, in_batched)
+        changes = jax.vmap(full, in_axes=axes)(operator, t)
+        return changes, jax.tree.map(lambda _: True, changes)
+
+    return change(operator, t)
 
 
 class Diagonal(eqx.Module):

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from iblr.datasets.files import write_atomically
 from iblr.reproduce import pictures
 
 FORMAT = 1
@@ -81,11 +82,10 @@ def save(
     packed = _packed(result, "section", named)
     text = json.dumps({"format": FORMAT, **packed}, indent=1, allow_nan=True)
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, **named)
+    np.savez_compressed(buffer, allow_pickle=False, **named)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / f"{result.experiment}.npz", buffer.getvalue())
-        _replace(folder / f"{result.experiment}.json", text.encode())
+        write_atomically(folder / f"{result.experiment}.npz", buffer.getvalue())
+        write_atomically(folder / f"{result.experiment}.json", text.encode())
     except OSError as error:
         raise ResultError(
             f"Results cannot be written to {folder}: {error.strerror}. Give another --out."
@@ -154,17 +154,18 @@ def _unpacked(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     return kind(**fields) if kind is not None else fields
 
 
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_bytes(content)
-    temporary.replace(path)
-
-
 def _revision() -> str:
     """The commit of the checkout that is running, with a mark where it has changes."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    git = ["git", "-C", str(Path(__file__).parent)]
+    tracked, describe = (
+        ["ls-files", "--error-unmatch", __file__],
+        ["describe", "--always", "--dirty"],
+    )
     try:
-        out = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        for command in (tracked, describe):
+            out = subprocess.run(
+                git + command, capture_output=True, text=True, timeout=10, check=True
+            )
     except (OSError, subprocess.SubprocessError):
         return "not a checkout"
     return out.stdout.strip()

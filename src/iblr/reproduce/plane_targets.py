@@ -15,17 +15,20 @@ start around the origin is one a user would make.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-DEATHS = np.array([0, 0, 2, 0, 1, 1, 0, 2, 1, 3, 0, 1, 1, 1, 54, 0, 0, 1, 3, 0])
-PEOPLE = np.array([1083, 855, 3461, 657, 1208, 1025, 527, 1668, 583, 582])
-PEOPLE = np.append(PEOPLE, [917, 857, 680, 917, 53637, 874, 395, 581, 588, 383])
+import iblr
+
+DEATHS, PEOPLE = (np.asarray(column, int) for column in iblr.datasets.cancer_mortality()[:2])
 CITIES = np.log([DEATHS.sum() / (PEOPLE - DEATHS).sum(), PEOPLE.mean()])
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(16)
+
+LARGEST_MASS_OUTSIDE = 1e-4
+VIEW_POINTS = 90
 
 Interval = tuple[float, float]
 
@@ -66,10 +69,59 @@ class PlaneTarget:
         z1 = np.repeat(u, len(v))
         return np.stack([z1, self.bend(z1) + np.tile(v, len(u))], 1), np.outer(wu, wv).ravel()
 
+    @property
+    def grid(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Abscissae, ordinates and all points (N, 2) of a grid over the view."""
+        x, y = (np.linspace(*side, VIEW_POINTS) for side in self.view)
+        return x, y, np.stack(np.meshgrid(x, y), -1).reshape(-1, 2)
+
     def evaluate(self, points: np.ndarray) -> np.ndarray:
         """The log density of many points, in double precision."""
         with jax.enable_x64(True):
             return np.asarray(jax.jit(jax.vmap(self.log_density))(jnp.asarray(points)))
+
+
+class Moments(NamedTuple):
+    """A mixture of Gaussians of the plane in double precision."""
+
+    weights: np.ndarray
+    means: np.ndarray
+    covariances: np.ndarray
+
+    @staticmethod
+    def of(mixture: Any) -> "Moments":
+        """From the library's."""
+        covariances = jax.vmap(lambda q: q.covariance)(mixture.components)
+        parts = mixture.weights, mixture.components.mean, covariances
+        return Moments(*(np.asarray(part, float) for part in parts))
+
+    def density(self, points: np.ndarray) -> np.ndarray:
+        """q at points."""
+        q = np.zeros(len(points))
+        for weight, mean, covariance in zip(*self, strict=True):
+            root = np.linalg.cholesky(covariance)
+            noise = np.linalg.solve(root, (points - mean).T)
+            q += weight / (2 * np.pi * np.prod(np.diag(root))) * np.exp(-0.5 * (noise**2).sum(0))
+        return q
+
+
+class Quadrature:
+    """KL(q || p) by the nodes of a target."""
+
+    def __init__(self, target: PlaneTarget):
+        self.points, self.weights = target.nodes()
+        self.log_p = target.evaluate(self.points) - target.log_z
+
+    def kl(self, mixture: Moments) -> float:
+        """Infinite for a mixture with mass outside of the nodes."""
+        if not all(np.isfinite(part).all() for part in mixture):
+            return np.inf
+        q = mixture.density(self.points)
+        if not abs(1 - self.weights @ q) < LARGEST_MASS_OUTSIDE:
+            return np.inf
+        some = q > 0
+        ratio = np.log(q[some]) - self.log_p[some]
+        return float((self.weights[some] * q[some]) @ ratio)
 
 
 def _panels(interval: Interval, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -153,10 +205,10 @@ TARGETS = {
             "banana-0.03",
             banana(0.03),
             log_z=np.log(20 * np.pi),
-            box=((-70, 70), (-25, 25)),
+            box=((-70.0, 70.0), (-25.0, 25.0)),
             bend=ridge(0.03),
             panels=(30, 30),
-            view=((-25, 25), (-18, 8)),
+            view=((-25.0, 25.0), (-18.0, 8.0)),
             scale=3.0,
             spread=5.0,
         ),
@@ -164,10 +216,10 @@ TARGETS = {
             "banana-0.1",
             banana(0.1),
             log_z=np.log(20 * np.pi),
-            box=((-70, 70), (-40, 40)),
+            box=((-70.0, 70.0), (-40.0, 40.0)),
             bend=ridge(0.1),
             panels=(40, 40),
-            view=((-25, 25), (-50, 15)),
+            view=((-25.0, 25.0), (-50.0, 15.0)),
             scale=3.0,
             spread=5.0,
         ),
@@ -175,18 +227,18 @@ TARGETS = {
             "double-banana",
             double_banana,
             log_z=-0.398282,
-            box=((-6, 6), (-6, 6)),
+            box=((-6.0, 6.0), (-6.0, 6.0)),
             panels=(60, 60),
-            view=((-2, 2), (-1, 2)),
+            view=((-2.0, 2.0), (-1.0, 2.0)),
             components=tuple(range(1, 15)),
         ),
         PlaneTarget(
             "bnn",
             bnn,
             log_z=-1.741530,
-            box=((-4, 4), (-5, 5)),
+            box=((-4.0, 4.0), (-5.0, 5.0)),
             panels=(30, 30),
-            view=((-2, 2), (-2, 2)),
+            view=((-2.0, 2.0), (-2.0, 2.0)),
             components=tuple(range(10, 81, 10)),
             scale=0.3,
         ),
@@ -194,28 +246,28 @@ TARGETS = {
             "laplace",
             laplace,
             log_z=0.0,
-            box=((-40, 40), (-40, 40)),
+            box=((-40.0, 40.0), (-40.0, 40.0)),
             bend=np.copy,
             panels=(40, 40),
-            view=((-3, 3), (-3, 3)),
+            view=((-3.0, 3.0), (-3.0, 3.0)),
             components=tuple(range(1, 6)),
         ),
         PlaneTarget(
             "star",
             star,
             log_z=0.0,
-            box=((-10, 10), (-10, 10)),
+            box=((-10.0, 10.0), (-10.0, 10.0)),
             panels=(40, 40),
-            view=((-4, 4), (-4, 4)),
+            view=((-4.0, 4.0), (-4.0, 4.0)),
             components=tuple(range(1, 11)),
         ),
         PlaneTarget(
             "beta-binomial",
             beta_binomial,
             log_z=-570.708625,
-            box=_around(CITIES, (-10, -3.5), (2, 20)),
+            box=_around(CITIES, (-10.0, -3.5), (2.0, 20.0)),
             panels=(30, 30),
-            view=_around(CITIES, (-7.7, -5.6), (4.5, 14)),
+            view=_around(CITIES, (-7.7, -5.6), (4.5, 14.0)),
             origin=(float(CITIES[0]), float(CITIES[1])),
         ),
     )

@@ -1,0 +1,40 @@
+"""Numbers in words, as tables and claims have them."""
+
+import numpy as np
+from jaxtyping import ArrayLike
+
+NOT_RUN = "not run"
+
+
+def number(value: ArrayLike, digits: int = 3) -> str:
+    """With so many significant digits."""
+    return f"{float(np.asarray(value)):.{digits}g}"
+
+
+def spread(values: ArrayLike, digits: int = 3) -> str:
+    """The median, and the range where there are several; nan is what was not run."""
+    values = np.asarray(values, float).ravel()
+    if np.isnan(values).all():
+        return NOT_RUN
+    middle = number(np.median(values), digits)
+    if len(values) == 1:
+        return middle
+    return f"{middle} [{number(values.min(), digits)}, {number(values.max(), digits)}]"
+
+
+def count(value: float) -> str:
+    """A number of iterations: 1e4, 50 000."""
+    exponent = round(float(np.log10(max(value, 1))))
+    if value == 10**exponent and exponent > 1:
+        return f"1e{exponent}"
+    return f"{int(value):,}".replace(",", " ")
+
+
+def step_text(step_size: ArrayLike) -> str:
+    """A step size that was chosen; nan is none."""
+    return number(step_size) if np.isfinite(np.asarray(step_size)) else "default"
+
+
+def verdict(holds: bool, *values: ArrayLike) -> bool | None:
+    """Whether a claim about these values holds; None where one of them was not run."""
+    return None if any(np.isnan(np.asarray(value)).any() for value in values) else bool(holds)
