@@ -98,6 +98,7 @@ ORDER = [
     "iblr.reproduce.experiments.bayesian_mlp",
     "iblr.reproduce.experiments.salimbeni",
     "iblr.reproduce.catalogue",
+    "iblr.reproduce.parallel",
     "iblr.cli",
     "iblr.__main__",
 ]

@@ -12,8 +12,9 @@ from rich.table import Table
 import iblr
 from iblr.reproduce import report, results
 from iblr.reproduce.catalogue import EXPERIMENTS
+from iblr.reproduce.parallel import run_ahead
 from iblr.reproduce.results import Result, ResultError
-from iblr.reproduce.runner import ReproduceError, check_folder, chosen, reproduce
+from iblr.reproduce.runner import ReproduceError, check_folder, chosen, clear, reproduce
 from iblr.reproduce.runs import Plan
 
 FULL_SEEDS = 5
@@ -58,6 +59,7 @@ def _reproduce(
         float | None,
         typer.Option(min=0.01, help="Minutes after which a run stops where it is."),
     ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes to run pieces of work in.")] = 1,
     show: Annotated[bool, typer.Option("--list", help="Show the experiments and exit.")] = False,
 ) -> None:
     """Run the experiments of the paper and write a report.
@@ -72,7 +74,11 @@ def _reproduce(
     try:
         picked = chosen(names or [], EXPERIMENTS)
         check_folder(out, picked, resume, overwrite)
-        found = reproduce(picked, plan, out, resume=resume)
+        if not resume:
+            clear(out, picked)
+        if jobs > 1:
+            run_ahead(picked, plan, out, jobs)
+        found = reproduce(picked, plan, out)
     except KeyboardInterrupt:
         _write_report(out)
         _fail(f"Interrupted. What there is is in {out}; go on with --resume.", INTERRUPTED)

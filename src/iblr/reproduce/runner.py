@@ -79,30 +79,36 @@ def check_folder(folder: Path, picked: Sequence[Experiment], keep: bool, overwri
         )
 
 
+def clear(folder: Path, picked: Sequence[Experiment]) -> None:
+    """Remove what is there of these experiments."""
+    for experiment in picked:
+        for ending in ("json", "npz", "log"):
+            (folder / f"{experiment.name}.{ending}").unlink(missing_ok=True)
+        shutil.rmtree(folder / SCRATCH / experiment.name, ignore_errors=True)
+
+
 def reproduce(
     picked: Sequence[Experiment],
     plan: Plan,
     folder: Path,
     *,
-    resume: bool = False,
     console: Console | None = None,
 ) -> list[Result]:
     """Run experiments, and return what came of each; kept in `folder` after every piece of work.
 
-    An interrupt from the keyboard is passed on when everything there is has been written.
+    Pieces that are there, with the same settings, are not done again. An interrupt from the
+    keyboard is passed on when everything there is has been written.
     """
     console = Console(stderr=True) if console is None else console
-    if not resume:
-        shutil.rmtree(folder / SCRATCH, ignore_errors=True)
     found = []
     with _Display(console, picked, plan) as display:
         for experiment in picked:
-            sitting = _Sitting(experiment, plan, folder, resume, display)
-            found.append(sitting.run())
+            sitting = Sitting(experiment, plan, folder)
+            found.append(sitting.run(display))
     return found
 
 
-class _Sitting:
+class Sitting:
     """One experiment: pieces done before are taken from disk, the others are done and kept."""
 
     def __init__(
@@ -110,25 +116,23 @@ class _Sitting:
         experiment: Experiment,
         plan: Plan,
         folder: Path,
-        resume: bool,
-        display: "_Display",
     ):
-        self.experiment, self.plan, self.folder, self.display = experiment, plan, folder, display
+        self.experiment, self.plan, self.folder = experiment, plan, folder
         self.scratch = folder / SCRATCH / experiment.name
         self.began = time.perf_counter()
         self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        kept = results.load(folder, experiment.name) if resume else None
+        kept = results.load(folder, experiment.name)
         self.tasks, self.raw = ({}, {}) if kept is None else (dict(kept[0].tasks), kept[1])
         self.before = 0.0 if kept is None else kept[0].seconds
 
-    def run(self) -> Result:
+    def run(self, display: "_Display") -> Result:
         """All pieces, then the section; whatever fails is written into the result."""
         if self.experiment.waiting:
             return self.save("waiting", self.experiment.waiting)
         try:
             tasks = self.experiment.tasks(self.plan)
             for task in tasks:
-                self.perform(task)
+                self.perform(task, display)
             self.raw = {task.name: self.raw[task.name] for task in tasks}
             self.tasks = {task.name: self.tasks[task.name] for task in tasks}
             section = self.experiment.section(self.plan, self.raw)
@@ -148,15 +152,23 @@ class _Sitting:
         shutil.rmtree(self.scratch, ignore_errors=True)
         return self.save("done", "", section)
 
-    def perform(self, task: Task) -> None:
+    def perform(self, task: Task, display: "_Display") -> None:
         """One piece of work, unless its result is there."""
-        if self.tasks.get(task.name, {}).get("settings") == task.settings:
-            self.display.skip(task)
+        if self.has(task):
+            display.skip(task)
             return
         began = time.perf_counter()
-        with self.display.showing(self.experiment, task) as tell:
-            self.raw[task.name] = task.execute(Monitor(self.scratch, tell))
-        seconds = time.perf_counter() - began
+        with display.showing(self.experiment, task) as tell:
+            arrays = task.execute(Monitor(self.scratch, tell))
+        self.keep(task, arrays, time.perf_counter() - began)
+
+    def has(self, task: Task) -> bool:
+        """Whether the piece was done before, with the same settings."""
+        return self.tasks.get(task.name, {}).get("settings") == task.settings
+
+    def keep(self, task: Task, arrays: Arrays, seconds: float) -> None:
+        """Take in the result of a piece, and write it."""
+        self.raw[task.name] = arrays
         self.tasks[task.name] = {"settings": task.settings, "seconds": round(seconds, 2)}
         self.save("partial", "under way")
 
@@ -195,7 +207,7 @@ class _Display:
             TextColumn("[dim]{task.fields[note]}"),
             console=console,
         )
-        total = sum(task.effort for experiment in picked for task in _known(experiment, plan))
+        total = sum(task.effort for experiment in picked for task in known_tasks(experiment, plan))
         self.whole: TaskID = self.progress.add_task("all", total=max(total, 1.0), note="")
 
     def __enter__(self) -> "_Display":
@@ -232,7 +244,7 @@ class _Display:
             self.progress.remove_task(bar)
 
 
-def _known(experiment: Experiment, plan: Plan) -> Sequence[Task]:
+def known_tasks(experiment: Experiment, plan: Plan) -> Sequence[Task]:
     """The pieces of an experiment, or none where its data are missing."""
     if experiment.waiting:
         return ()

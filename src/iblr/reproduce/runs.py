@@ -51,6 +51,10 @@ class Plan:
         """In a word."""
         return self.pick("quick", "full")
 
+    def shorten(self, methods: Sequence["Method"]) -> list["Method"]:
+        """Methods with the grids of this plan."""
+        return [m if self.full or not m.quick_grid else m.at(m.quick_grid) for m in methods]
+
 
 @dataclasses.dataclass(frozen=True)
 class Monitor:
@@ -101,6 +105,7 @@ class Method:
         momentum: of the mean.
         trust_region: as `iblr.fit` has it.
         words: the step size in words, where it is a schedule.
+        quick_grid: the grid of a quick run, where that is another.
     """
 
     name: str
@@ -110,6 +115,7 @@ class Method:
     momentum: float = 0.0
     trust_region: bool | None = None
     words: str = ""
+    quick_grid: tuple[float, ...] = ()
 
     @property
     def grid(self) -> tuple[float, ...]:
@@ -219,19 +225,18 @@ class Run:
     def execute(self, monitor: Monitor) -> Arrays:
         """Metrics by name with one row a checkpoint and one column a seed, and what is kept."""
         method, trials = self._tuned(monitor)
-        grid_share = self._grid_share
         keys = [jax.random.key(self.first_seed + seed) for seed in range(self.seeds)]
         batches = (
             [(self.problems[0], jnp.stack(keys))]
             if len(self.problems) == 1
             else [(p, k[None]) for p, k in zip(self.problems, keys, strict=True)]
         )
+        share = self._grid_share
         found = []
         for index, (problem, batch) in enumerate(batches):
 
-            def tell(share: float, text: str = "", index: int = index) -> None:
-                done = (index + share) / len(batches)
-                monitor.tell(grid_share + (1 - grid_share) * done, text)
+            def tell(done: float, text: str = "", index: int = index) -> None:
+                monitor.tell(share + (1 - share) * (index + done) / len(batches), text)
 
             place = monitor.scratch / f"{slug(self.name)}-{index}"
             limit = None if self.limit is None else self.limit / len(batches)
@@ -250,16 +255,22 @@ class Run:
         if not grid:
             return self.method, {}
         num_steps = self.grid_steps or self.checkpoints.num_steps
-        short = Checkpoints((num_steps,), (num_steps,))
+        last = self.checkpoints.every[-1]
+        short = Checkpoints((num_steps,), (min(last, num_steps),))
         problem, key = self.problems[0], jax.random.key(self.first_seed)[None]
         place = monitor.scratch / f"{slug(self.name)}-grid"
         tried = place.with_suffix(".json")
         values = json.loads(tried.read_text()) if tried.exists() else []
+        limit = None if self.limit is None else self.limit / len(grid)
         for index in range(len(values), len(grid)):
-            monitor.tell(self._grid_share * index / len(grid), f"step size {grid[index]:.2g}")
-            limit = None if self.limit is None else self.limit / len(grid)
+
+            def tell(done: float, text: str = "", index: int = index) -> None:
+                share = self._grid_share * (index + done) / len(grid)
+                monitor.tell(share, f"step size {grid[index]:.2g}")
+
+            tell(0.0)
             method = self.method.at(grid[index])
-            found = trajectory(problem, method, key, short, None, place, limit)
+            found = trajectory(problem, method, key, short, tell, place, limit)
             values.append(float(found[problem.objective][-1, 0]))
             write_atomically(tried, json.dumps(values).encode())
         usable = [value if math.isfinite(value) else math.inf for value in values]

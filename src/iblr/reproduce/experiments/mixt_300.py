@@ -40,7 +40,7 @@ def tasks(plan: Plan) -> list[Run]:
             1,
             Checkpoints.even(iterations, plan.pick(6, 50)),
             effort=plan.pick(90, 3600),
-            limit=plan.limit or plan.pick(100.0, None),
+            limit=plan.limit or plan.pick(60.0, None),
         )
     ]
 

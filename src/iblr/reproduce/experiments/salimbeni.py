@@ -61,6 +61,8 @@ def problem() -> Problem:
 class WarmRun(Run):
     """A run whose time does not include compiling, and all steps of the grid to their end."""
 
+    alone = True  # it is timed
+
     def execute(self, monitor: Monitor) -> Arrays:
         """Compile by a first chunk, then run."""
         first = Checkpoints(self.checkpoints.every[:1], self.checkpoints.every[:1])
@@ -75,6 +77,7 @@ class Cost:
     """Seconds and bytes of one update, the gradients of the log density given."""
 
     name = "cost of an update"
+    alone = True
 
     def __init__(self, dims: tuple[int, ...]):
         self.dims = dims
