@@ -66,7 +66,7 @@ class Result:
 
 def environment() -> dict[str, str]:
     """Versions of the libraries, the machine, and the revision of a checkout."""
-    found = {name: metadata.version(name) for name in LIBRARIES}
+    found = {name: _version(name) for name in LIBRARIES}
     found["python"] = platform.python_version()
     found["machine"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
     found["revision"] = _revision()
@@ -152,6 +152,13 @@ def _unpacked(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     kind = Result if name == "Result" else getattr(pictures, name) if name else None
     fields = {key: _unpacked(item, arrays) for key, item in value.items() if key != "type"}
     return kind(**fields) if kind is not None else fields
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _revision() -> str:

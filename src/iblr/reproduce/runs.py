@@ -213,13 +213,10 @@ class Run:
     @property
     def settings(self) -> str:
         """The method, the steps and the seeds, in words."""
-        method = self.method
-        rule = getattr(method.rule, "__name__", type(method.rule).__name__)
         return (
-            f"{method.estimator} {rule} step {method.step_text} momentum {method.momentum:g} "
-            f"trust region {method.trust_region}, "
-            f"steps {self.checkpoints}, grid {self.grid_steps}, {self.seeds} seeds from "
-            f"{self.first_seed}, {len(self.problems)} problems, limit {self.limit}"
+            f"{_words(self.method)}, steps {self.checkpoints}, grid {self.grid_steps}, "
+            f"{self.seeds} seeds from {self.first_seed}, {len(self.problems)} problems, "
+            f"limit {self.limit}"
         )
 
     def execute(self, monitor: Monitor) -> Arrays:
@@ -298,7 +295,9 @@ def trajectory(
     state = first(key) if single else jax.vmap(first)(key)
     start = state.family
     stacked = lambda family: jax.tree.map(lambda x: x[None], family) if single else family  # noqa: E731
-    record = Record(lambda family: problem.metrics(stacked(family)), place.with_suffix(".npz"))
+    words = f"{_words(method)}, {len(keys)} seeds, {checkpoints}"
+    metrics = lambda family: problem.metrics(stacked(family))  # noqa: E731
+    record = Record(metrics, place.with_suffix(".npz"), words)
     state = record.resumed(state)
     options = {
         "estimator": method.estimator,
@@ -350,8 +349,8 @@ def trajectory(
 class Record:
     """What a trajectory has seen, in memory and on disk."""
 
-    def __init__(self, metrics: Callable[[Any], Arrays], path: Path):
-        self.metrics, self.path = metrics, path
+    def __init__(self, metrics: Callable[[Any], Arrays], path: Path, settings: str):
+        self.metrics, self.path, self.settings = metrics, path, settings
         self.rows: list[Arrays] = []
         self.began = self.saved = time.perf_counter()
 
@@ -385,16 +384,24 @@ class Record:
         """Write what was seen and the state to one file."""
         leaves = [_data(leaf) for leaf in jax.tree.leaves(state)]
         named = {f"state/{i}": leaf for i, leaf in enumerate(leaves)}
+        named["settings"] = np.asarray(self.settings)
         write_arrays(self.path, {f"row/{name}": a for name, a in self.arrays().items()} | named)
         self.saved = time.perf_counter()
 
-    def resumed(self, state: Any) -> Any:
-        """The state on disk, or this one with a first look at it."""
+    def _stored(self) -> Arrays | None:
+        """What is on disk, if it is of the same settings."""
         if not self.path.exists():
-            self.add(0, state.family)
-            return state
+            return None
         with np.load(self.path) as stored:
             arrays = {name: stored[name] for name in stored.files}
+        return arrays if str(arrays.get("settings")) == self.settings else None
+
+    def resumed(self, state: Any) -> Any:
+        """The state on disk, or this one with a first look at it."""
+        arrays = self._stored()
+        if arrays is None:
+            self.add(0, state.family)
+            return state
         rows = {k.removeprefix("row/"): a for k, a in arrays.items() if k.startswith("row/")}
         self.rows = [{name: a[i] for name, a in rows.items()} for i in range(len(rows["step"]))]
         leaves, structure = jax.tree.flatten(state)
@@ -429,6 +436,15 @@ def at_step(arrays: Arrays, name: str, step: int) -> np.ndarray:
     return arrays[name][rows[0]] if len(rows) else np.full(arrays[name].shape[1], np.nan)
 
 
+def _words(method: Method) -> str:
+    """Everything a method is."""
+    rule = getattr(method.rule, "__name__", type(method.rule).__name__)
+    return (
+        f"{method.estimator} {rule} step {method.step_text} momentum {method.momentum:g} trust "
+        f"region {method.trust_region}"
+    )
+
+
 def write_arrays(path: Path, arrays: Arrays) -> None:
     """An NPZ file, complete or not there."""
     buffer = io.BytesIO()
@@ -438,7 +454,7 @@ def write_arrays(path: Path, arrays: Arrays) -> None:
 
 def slug(name: str) -> str:
     """A name fit for a file."""
-    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _data(leaf: Any) -> np.ndarray:

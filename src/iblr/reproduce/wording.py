@@ -16,6 +16,7 @@ def spread(values: ArrayLike, digits: int = 3) -> str:
     values = np.asarray(values, float).ravel()
     if np.isnan(values).all():
         return NOT_RUN
+    values = np.where(np.isnan(values), np.inf, values)  # a run that ended early
     middle = number(np.median(values), digits)
     if len(values) == 1:
         return middle

@@ -18,6 +18,7 @@ SPLITS = 10
 PRIOR_PRECISION = 1.0
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 JUDGED_AT = 1000
+SMALLEST = 1e-300  # a chance that underflows is not impossible
 LATER = (20, 60, 1000, 15_000)
 
 METHODS = (
@@ -47,7 +48,8 @@ class Split(NamedTuple):
         slopes = self.x * self.y[:, None]
         at, width = slopes @ q.mean, np.einsum("ni,ij,nj->n", slopes, q.covariance, slopes)
         margins = at[:, None] + np.sqrt(np.maximum(width, 0))[:, None] * EPS
-        return -float(np.log(np.exp(-np.logaddexp(0, -margins)) @ DENSITY).sum())
+        chances = np.exp(-np.logaddexp(0, -margins)) @ DENSITY
+        return -float(np.log(np.maximum(chances, SMALLEST)).sum())
 
     def metrics(self, family: Any) -> Arrays:
         """The training objective and the log loss of every member of a stack."""
@@ -85,6 +87,7 @@ def tasks(plan: Plan) -> list[Run]:
             Checkpoints.spread(steps),
             effort=plan.pick(8, 120),
             limit=plan.limit,
+            grid_steps=JUDGED_AT,
         )
         for method in METHODS
     ]
@@ -147,21 +150,22 @@ def _ordering(raw: dict[str, Arrays]) -> Claim:
         ", ".join(f"{name} {PUBLISHED[name][JUDGED_AT]:g}" for name in names),
         verdict(ours <= vogn < blr < bbvi, *middle),
         "The paper states neither the prior, the start nor the steps; here every method has the "
-        "best step of one grid by its training objective at the end.",
+        "best step of one grid by its training objective at 1e3 iterations. A method that is "
+        "behind in training can be ahead on few rows left out.",
     )
 
 
 def _near(raw: dict[str, Arrays], best: np.ndarray) -> list[Claim]:
     gaps = {name: at_step(a, "loss", JUDGED_AT) - best for name, a in raw.items()}
     ours = np.median(gaps["iBLR-rep"])
-    others = {name: np.median(gaps[name]) for name in ("BLR-rep", "BBVI-rep", "VOGN")}
+    others = {name: np.median(gaps[name]) for name in ("BLR-rep", "BBVI-rep")}
     default = np.median(gaps["iBLR at our defaults"])
     return [
         Claim(
-            "At 1e3 iterations iBLR is nearer to the exact Gaussian optimum than BLR, BBVI and "
-            "VOGN",
+            "At 1e3 iterations iBLR is nearer to the exact Gaussian optimum than BLR and BBVI",
             f"gap {number(ours)}; "
-            + ", ".join(f"{name} {number(value)}" for name, value in others.items()),
+            + ", ".join(f"{name} {number(value)}" for name, value in others.items())
+            + f"; VOGN {number(np.median(gaps['VOGN']))}",
             "not stated",
             verdict(ours < min(others.values()), ours, *others.values()),
         ),
@@ -181,7 +185,7 @@ SETTINGS = (
     ("Start", "the prior; not stated in the paper"),
     ("Minibatch", f"{BATCH} rows without replacement, one draw; the draws are not stated"),
     ("Steps", f"best of {', '.join(f'{t:g}' for t in GRID)} by the training objective of the first "
-     "split at the end"),
+     f"split at {JUDGED_AT} iterations"),
     ("Log loss", "-sum log E_q[sigmoid(y x'w)], by quadrature, in nats"),
 )  # fmt: skip
 NOTES = (
