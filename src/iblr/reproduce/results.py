@@ -99,8 +99,7 @@ def load(folder: Path, name: str) -> tuple[Result, dict[str, dict[str, np.ndarra
         return None
     try:
         fields = json.loads(path.read_text())
-        with np.load(folder / f"{name}.npz", allow_pickle=False) as stored:
-            arrays = {key: stored[key] for key in stored.files}
+        arrays = read_arrays(folder / f"{name}.npz")
         if fields.pop("format") != FORMAT:
             raise ValueError("written by another version")
         result = _unpacked(fields, arrays)
@@ -115,6 +114,12 @@ def load(folder: Path, name: str) -> tuple[Result, dict[str, dict[str, np.ndarra
             task, _, entry = key.removeprefix("raw/").rpartition("/")
             raw.setdefault(task, {})[entry] = array
     return result, raw
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """All of an NPZ file, which is closed then, damaged or not."""
+    with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as stored:
+        return {key: stored[key] for key in stored.files}
 
 
 def load_all(folder: Path, names: Iterable[str]) -> list[Result]:

@@ -22,6 +22,7 @@ import numpy as np
 
 import iblr
 from iblr.datasets.files import write_atomically
+from iblr.reproduce.results import read_arrays
 
 SAVE_EVERY = 15.0
 ELBO_DRAWS = 4
@@ -392,8 +393,7 @@ class Record:
         """What is on disk, if it is of the same settings."""
         if not self.path.exists():
             return None
-        with np.load(self.path) as stored:
-            arrays = {name: stored[name] for name in stored.files}
+        arrays = read_arrays(self.path)
         return arrays if str(arrays.get("settings")) == self.settings else None
 
     def resumed(self, state: Any) -> Any:

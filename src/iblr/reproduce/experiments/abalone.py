@@ -248,6 +248,7 @@ def _settings() -> tuple[tuple[str, str], ...]:
         ("Data", f"abalone scaled to [-1, 1], a bias in front, {NUM_TRAIN} of 4177 rows"),
         ("Model", f"N(y | x'w, {NOISE_VARIANCE}), prior N(0, I / {PRIOR_PRECISION}), exact"),
         ("Start", "the prior"),
+        ("Seeds", f"{SEEDS} or more in a full run"),
         ("Minibatch", f"{BATCH} rows without replacement, one draw of w"),
         ("L*", f"{exact().loss:.4f}, of this split"),
         *((method.name, f"step {method.step_text}") for method in METHODS),
