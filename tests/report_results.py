@@ -27,6 +27,7 @@ def result(name, title, section, **changes):
         reason="",
         mode="quick",
         seeds=5,
+        plan_seeds=5,
         started="2026-11-16T08:45:00+00:00",
         seconds=83.4,
         environment=ENVIRONMENT,
@@ -210,6 +211,7 @@ def all_results(seed=0):
             ),
             figure="Figures 5 and 6",
             seeds=1,
+            plan_seeds=1,
         ),
         result(
             "mixt",

@@ -74,6 +74,8 @@ ORDER = [
     "iblr.reproduce.report.page",
     "iblr.reproduce.report",
     "iblr.reproduce.wording",
+    "iblr.reproduce.methods",
+    "iblr.reproduce.trajectory",
     "iblr.reproduce.runs",
     "iblr.reproduce.runner",
     "iblr.reproduce.logistic",

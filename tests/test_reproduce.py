@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +12,13 @@ from typer.testing import CliRunner
 import iblr
 from iblr import baselines, cli
 from iblr.datasets import DataError, MissingDataError
-from iblr.reproduce import results, runner, runs, wording
+from iblr.reproduce import results, runner, trajectory, wording
 from iblr.reproduce.catalogue import EXPERIMENTS
 from iblr.reproduce.experiments import toy_logistic
 from iblr.reproduce.logistic import Gaussian
+from iblr.reproduce.methods import Checkpoints, Method, Plan, Problem
 from iblr.reproduce.pictures import Axis, Claim, Curve, Curves, Section
-from iblr.reproduce.runs import Checkpoints, Method, Plan, Problem, Run
+from iblr.reproduce.runs import Run
 
 GRID = (0.01, 0.3)
 
@@ -26,17 +28,19 @@ def log_density(z):
 
 
 def metrics(family):
-    mean, covariance = runs.moments(family)
+    mean, covariance = trajectory.moments(family)
     return {"loss": ((mean - 1) ** 2).sum(1) + np.abs(covariance - np.eye(2)).sum((1, 2))}
 
 
 START = iblr.Gaussian.standard(2)
-PROBLEM = Problem(log_density, lambda key: START, metrics, "loss", runs.keep_moments)
+PROBLEM = Problem(log_density, lambda key: START, metrics, "loss", trajectory.keep_moments)
 
 
 def tasks(plan):
     def run(method):
-        return Run(method.name, method, (PROBLEM,), plan.seeds, Checkpoints((20, 60), (10, 20)))
+        return Run(
+            method.name, method, lambda: (PROBLEM,), plan.seeds, Checkpoints((20, 60), (10, 20))
+        )
 
     return [
         run(Method("iBLR", iblr.Rep(2), step_size=GRID)),
@@ -118,7 +122,7 @@ def test_a_run_keeps_metrics_steps_and_the_chosen_step_size(done):
 @pytest.mark.parametrize("look", [3, 9])
 def test_an_interrupted_run_goes_on_with_the_same_bits(done, tmp_path, monkeypatch, look):
     looks = 0
-    add = runs.Record.add
+    add = trajectory.Record.add
 
     def interrupted(self, step, family):
         nonlocal looks
@@ -128,7 +132,7 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(done, tmp_path, monkeypat
         add(self, step, family)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs.Record, "add", interrupted)
+        patch.setattr(trajectory.Record, "add", interrupted)
         with pytest.raises(KeyboardInterrupt):
             runner.reproduce([TINY], Plan(False, 2), tmp_path)
     found = results.load(tmp_path, "tiny")
@@ -138,8 +142,8 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(done, tmp_path, monkeypat
     same(raw_of(done[0]), raw_of(tmp_path))
 
 
-def test_what_is_there_is_not_done_again_unless_settings_changed(done, monkeypatch):
-    folder, _ = done
+def test_what_is_there_is_not_done_again_unless_settings_changed(done, tmp_path, monkeypatch):
+    folder = shutil.copytree(done[0], tmp_path / "copy")
     executed = []
     execute = Run.execute
     monkeypatch.setattr(
@@ -152,14 +156,26 @@ def test_what_is_there_is_not_done_again_unless_settings_changed(done, monkeypat
     assert executed == ["iBLR"]
 
 
-def test_a_limit_stops_a_run_where_it_is(tmp_path):
-    limited = [dataclasses.replace(task, limit=0.0) for task in tasks(Plan(False, 1))]
-    runner.reproduce(
-        [dataclasses.replace(TINY, tasks=lambda plan: limited)], Plan(False, 1), tmp_path
-    )
+def test_a_limit_stops_a_run_where_it_is_and_more_time_does_it_again(tmp_path):
+    def limited(plan):
+        return [dataclasses.replace(task, limit=plan.limit) for task in tasks(plan)]
+
+    experiment = dataclasses.replace(TINY, tasks=limited)
+    runner.reproduce([experiment], Plan(False, 1, 0.0), tmp_path)
     raw = raw_of(tmp_path)
     assert raw["BBVI"]["step"].tolist() == [0, 10]
-    assert np.isnan(runs.at_step(raw["BBVI"], "loss", 60)).all()
+    assert np.isnan(trajectory.at_step(raw["BBVI"], "loss", 60)).all()
+    runner.reproduce([experiment], Plan(False, 1), tmp_path)
+    assert raw_of(tmp_path)["BBVI"]["step"][-1] == 60
+
+
+def test_trials_of_other_settings_and_damaged_states_are_not_used(done, tmp_path):
+    scratch = tmp_path / runner.SCRATCH / "tiny"
+    scratch.mkdir(parents=True)
+    (scratch / "iblr-grid.json").write_text('{"settings": "other", "values": [0.0, 1.0]}')
+    (scratch / "bbvi-0.npz").write_bytes(b"PK damaged")
+    runner.reproduce([TINY], Plan(False, 2), tmp_path)
+    same(raw_of(done[0]), raw_of(tmp_path))
 
 
 # The command line.
@@ -213,6 +229,21 @@ def test_a_folder_that_cannot_be_written_is_refused(invoke, tmp_path):
     assert answer.exit_code == 1 and "Give another --out" in answer.output
 
 
+def test_results_of_another_plan_are_not_resumed(invoke, done):
+    before = raw_of(done[0])
+    for words in (["--full", "--seeds", 2], ["--seeds", 3]):
+        answer = invoke("tiny", "--out", done[0], "--resume", *words)
+        assert answer.exit_code == 1 and "--quick --seeds 2" in answer.output
+    same(before, raw_of(done[0]))
+
+
+def test_damaged_results_of_another_experiment_are_told(invoke, tmp_path):
+    (tmp_path / "later.json").write_text("{")
+    answer = invoke("tiny", "--out", tmp_path)
+    assert answer.exit_code == 0 and "cannot be read" in answer.output
+    assert (tmp_path / "index.html").exists()
+
+
 @pytest.mark.parametrize("ending", ["json", "npz"])
 def test_damaged_results_are_told_and_kept(invoke, done, tmp_path, ending):
     for path in done[0].glob("tiny.*"):
@@ -220,7 +251,7 @@ def test_damaged_results_are_told_and_kept(invoke, done, tmp_path, ending):
     damaged = tmp_path / f"tiny.{ending}"
     damaged.write_bytes(damaged.read_bytes()[:100])
     before = damaged.read_bytes()
-    answer = invoke("tiny", "--out", tmp_path, "--resume")
+    answer = invoke("tiny", "--out", tmp_path, "--resume", "--seeds", 2)
     assert answer.exit_code == 1 and "cannot be read" in answer.output
     assert damaged.read_bytes() == before
 
@@ -253,9 +284,13 @@ def test_checkpoints_are_closer_together_at_first():
 
 
 def test_words_for_numbers():
-    assert wording.spread([1.0, 3.0, 2.0]) == "2 [1, 3]"
-    assert wording.spread([np.nan]) == wording.NOT_RUN
-    assert wording.spread([1.0, np.nan, 2.0]) == "2 [1, inf]"
+    assert wording.spread(np.array([1.0, 3.0, 2.0])) == "2 [1, 3]"
+    assert wording.spread(np.array([np.nan])) == wording.NOT_RUN
+    assert wording.spread(np.array([1.0, np.nan, 2.0])) == "2 [1, inf]"
+    numbers = (162.4, 30_612.0, 0.00366, 1.5e-5, 2e8, 0.0)
+    assert [wording.number(x, 2) for x in numbers] == [
+        "160", "31000", "0.0037", "1.5e-05", "2e+08", "0"
+    ]  # fmt: skip
     assert [wording.count(n) for n in (7, 100, 50_000)] == ["7", "1e2", "50 000"]
     assert wording.verdict(True, 1.0, np.nan) is None and wording.verdict(False, 1.0) is False
 

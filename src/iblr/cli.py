@@ -12,14 +12,14 @@ from rich.table import Table
 import iblr
 from iblr.reproduce import report, results
 from iblr.reproduce.catalogue import EXPERIMENTS
+from iblr.reproduce.methods import Plan
 from iblr.reproduce.parallel import run_ahead
 from iblr.reproduce.results import Result, ResultError
 from iblr.reproduce.runner import ReproduceError, check_folder, chosen, clear, reproduce
-from iblr.reproduce.runs import Plan
 
 FULL_SEEDS = 5
 INTERRUPTED = 130
-COLOURS = {"holds": "green", "does not hold": "red", "not run": "yellow"}
+COLOURS = {"holds": "green", "does not hold": "red"}
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=iblr.__doc__
@@ -57,7 +57,7 @@ def _reproduce(
     ] = False,
     limit: Annotated[
         float | None,
-        typer.Option(min=0.01, help="Minutes after which a run stops where it is."),
+        typer.Option(min=0.01, help="Minutes a piece of work may take; it stops where it is."),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes to run pieces of work in.")] = 1,
     show: Annotated[bool, typer.Option("--list", help="Show the experiments and exit.")] = False,
@@ -73,18 +73,18 @@ def _reproduce(
     plan = Plan(full, seeds or (FULL_SEEDS if full else 1), None if limit is None else 60 * limit)
     try:
         picked = chosen(names or [], EXPERIMENTS)
-        check_folder(out, picked, resume, overwrite)
+        check_folder(out, picked, plan, resume, overwrite)
         if not resume:
             clear(out, picked)
         if jobs > 1:
             run_ahead(picked, plan, out, jobs)
         found = reproduce(picked, plan, out)
+        page = _write_report(out)
     except KeyboardInterrupt:
         _write_report(out)
         _fail(f"Interrupted. What there is is in {out}; go on with --resume.", INTERRUPTED)
     except (ReproduceError, ResultError) as error:
         _fail(str(error))
-    page = _write_report(out)
     _summary(found)
     print(f"\nReport: {page}")
     unusable = [r for r in found if r.status == "failed" or (names and r.status == "not run")]
@@ -93,7 +93,9 @@ def _reproduce(
 
 
 def _write_report(folder: Path) -> Path:
-    there = results.load_all(folder, [experiment.name for experiment in EXPERIMENTS])
+    there, wrong = results.load_all(folder, [experiment.name for experiment in EXPERIMENTS])
+    for message in wrong:
+        print(message, file=sys.stderr)
     return report.write(folder, there)
 
 
@@ -110,10 +112,11 @@ def _summary(found: Sequence[Result]) -> None:
     doubts = []
     for result in found:
         if result.section is None:
-            table.add_row(result.experiment, result.reason, "[yellow]not run", "", "")
+            status = "failed" if result.status == "failed" else "not run"
+            table.add_row(result.experiment, result.reason, f"[yellow]{status}", "", "")
             continue
         for claim in result.section.claims:
-            verdict = f"[{COLOURS[claim.verdict]}]{claim.verdict}"
+            verdict = f"[{COLOURS.get(claim.verdict, 'yellow')}]{claim.verdict}"
             table.add_row(result.experiment, claim.text, verdict, claim.ours, claim.published)
             if claim.holds is False:
                 doubts.append(f"{result.experiment}: {claim.text}: {claim.why}")

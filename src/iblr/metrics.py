@@ -48,7 +48,15 @@ def mmd2(
         )
     if bandwidth is None:
         bandwidth = _median_distance(np.asarray(x), np.asarray(y))
-    widths = np.atleast_1d(np.asarray(bandwidth, float))
+        if not 0 < bandwidth < np.inf:
+            raise ValueError(
+                f"`mmd2(bandwidth=None)` takes the median distance of the draws, which is "
+                f"{bandwidth}. Give a bandwidth, or look at the draws."
+            )
+    try:
+        widths = np.atleast_1d(np.asarray(bandwidth, float))
+    except (TypeError, ValueError):
+        widths = np.zeros(0)
     if widths.ndim != 1 or widths.size == 0 or not (np.isfinite(widths) & (widths > 0)).all():
         raise ValueError(
             f"`mmd2(bandwidth=...)` must be positive numbers, or None for the median distance, but "

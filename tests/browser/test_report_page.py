@@ -54,7 +54,7 @@ def made_up(tmp_path_factory):
     made = report_results.all_results()
     for one in made:
         results.save(folder, one)
-    return report.write(folder, results.load_all(folder, [one.experiment for one in made]))
+    return report.write(folder, results.load_all(folder, [one.experiment for one in made])[0])
 
 
 @pytest.fixture(scope="session", params=["made up", *(["real"] if REAL else [])])
@@ -68,7 +68,7 @@ def path(request, made_up, tmp_path_factory):
     for name in names:
         for ending in ("json", "npz"):
             shutil.copy(source / f"{name}.{ending}", folder)
-    return report.write(folder, results.load_all(folder, names))
+    return report.write(folder, results.load_all(folder, names)[0])
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from scipy.optimize import minimize
 from scipy.special import expit
 
 import iblr
-from iblr.reproduce.runs import moments
+from iblr.reproduce.trajectory import moments
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(400)
 EPS = 9 * _NODES

@@ -6,17 +6,18 @@ finds it; pieces that measure time are left to it.
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 
 from iblr.reproduce.catalogue import EXPERIMENTS
+from iblr.reproduce.methods import Arrays, Plan
 from iblr.reproduce.runner import Experiment, Sitting, known_tasks
-from iblr.reproduce.runs import Arrays, Monitor, Plan, Task
+from iblr.reproduce.runs import Monitor, Task
 
 
 def run_ahead(
@@ -41,31 +42,25 @@ def run_ahead(
     numbers = context.Queue()
     for number in range(jobs):
         numbers.put(number)
-    pool = ProcessPoolExecutor(jobs, context, initializer=_settle, initargs=(numbers, jobs))
-    with pool, Progress(console=console or Console(stderr=True)) as progress:
+    orders = [(name, plan, task.name, sittings[name].scratch) for name, task in pending]
+    tasks = {(name, task.name): task for name, task in pending}
+    bars = Progress(console=console or Console(stderr=True))
+    # Leaving the pool, also by an interrupt, ends its processes; their states are on disk.
+    with bars as progress, context.Pool(jobs, _settle, (numbers, jobs)) as pool:
         bar = progress.add_task(f"{len(pending)} pieces", total=sum(t.effort for _, t in pending))
-        futures = {
-            pool.submit(_work, name, plan, task.name, sittings[name].scratch): (name, task)
-            for name, task in pending
-        }
-        try:
-            for future in as_completed(futures):
-                name, task = futures[future]
-                progress.advance(bar, task.effort)
-                error = future.exception()
-                if error is not None:  # it is tried again, and told, by `reproduce`
-                    progress.print(f"{name}: {task.name}: {error}")
-                    continue
-                arrays, seconds = future.result()
-                sittings[name].keep(task, arrays, seconds)
-                progress.print(f"[dim]{name}: {task.name}: {seconds:.1f} s")
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        for name, task_name, arrays, said in pool.imap_unordered(_work, orders):
+            task = tasks[name, task_name]
+            progress.advance(bar, task.effort)
+            if arrays is None:  # it is tried again, and told, by `reproduce`
+                progress.print(f"{name}: {task_name}: {said}")
+                continue
+            sittings[name].keep(task, arrays, float(said))
+            progress.print(f"[dim]{name}: {task_name}: {float(said):.1f} s")
 
 
 def _settle(numbers, jobs: int) -> None:
-    """Take cores of one's own, before anything counts them."""
+    """Take cores of one's own, before anything counts them, and leave interrupts to the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     number = numbers.get()
     mine = cores[number % max(len(cores), 1) :: jobs]
@@ -73,10 +68,14 @@ def _settle(numbers, jobs: int) -> None:
         os.sched_setaffinity(0, mine)
 
 
-def _work(name: str, plan: Plan, task_name: str, scratch: Path) -> tuple[Arrays, float]:
-    """One piece, found by its names."""
-    experiment = next(e for e in EXPERIMENTS if e.name == name)
-    task = next(task for task in experiment.tasks(plan) if task.name == task_name)
+def _work(order: tuple[str, Plan, str, Path]) -> tuple[str, str, Arrays | None, str]:
+    """One piece, found by its names: what came of it, and the seconds or what went wrong."""
+    name, plan, task_name, scratch = order
     began = time.perf_counter()
-    arrays = task.execute(Monitor(scratch, lambda share, text="": None))
-    return arrays, time.perf_counter() - began
+    try:
+        experiment = next(e for e in EXPERIMENTS if e.name == name)
+        task = next(task for task in experiment.tasks(plan) if task.name == task_name)
+        arrays = task.execute(Monitor(scratch, lambda share, text="": None))
+    except Exception as error:
+        return name, task_name, None, f"{type(error).__name__}: {error}"
+    return name, task_name, arrays, str(time.perf_counter() - began)

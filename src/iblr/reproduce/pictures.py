@@ -30,7 +30,9 @@ class Claim:
     @property
     def verdict(self) -> str:
         """In words."""
-        return {True: "holds", False: "does not hold", None: "not run"}[self.holds]
+        if self.holds is None:
+            return "not run" if self.ours.startswith("not run") else "too short to tell"
+        return "holds" if self.holds else "does not hold"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,12 +38,13 @@ class Result:
         title: of its section.
         figure: where the paper shows it.
         claim: what the paper says, in a sentence or two.
-        status: "done", "partial" (stopped by a time limit or an interrupt), "not run" or "waiting".
+        status: "done", "partial" (interrupted), "not run" (data missing), "failed" or "waiting".
         reason: why it is not done.
         mode: "quick" or "full".
-        seeds: how many.
+        seeds: how many were run.
+        plan_seeds: how many were asked for.
         started: when, as ISO 8601.
-        seconds: of computing, over all sittings.
+        seconds: of computing, over all pieces of work.
         environment: versions, machine and revision.
         tasks: seconds and settings of every finished piece of work, by name.
         section: what to show; None where there is nothing yet.
@@ -57,6 +58,7 @@ class Result:
     reason: str
     mode: str
     seeds: int
+    plan_seeds: int
     started: str
     seconds: float
     environment: dict[str, str]
@@ -122,10 +124,18 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         return {key: stored[key] for key in stored.files}
 
 
-def load_all(folder: Path, names: Iterable[str]) -> list[Result]:
-    """The experiments that are there, in the order of names."""
-    found = (load(folder, name) for name in names)
-    return [pair[0] for pair in found if pair is not None]
+def load_all(folder: Path, names: Iterable[str]) -> tuple[list[Result], list[str]]:
+    """The experiments that are there, in the order of names, and what is wrong with others."""
+    found, wrong = [], []
+    for name in names:
+        try:
+            pair = load(folder, name)
+        except ResultError as error:
+            wrong.append(str(error))
+            continue
+        if pair is not None:
+            found.append(pair[0])
+    return found, wrong
 
 
 def _packed(value: Any, key: str, arrays: dict[str, np.ndarray]) -> Any:

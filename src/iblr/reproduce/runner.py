@@ -16,9 +16,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from iblr.datasets import DataError, MissingDataError
 from iblr.datasets.files import write_atomically
 from iblr.reproduce import results
+from iblr.reproduce.methods import Arrays, Plan
 from iblr.reproduce.pictures import Section
 from iblr.reproduce.results import Result
-from iblr.reproduce.runs import Arrays, Monitor, Plan, Task
+from iblr.reproduce.runs import Monitor, Task
 
 SCRATCH = ".partial"
 
@@ -61,7 +62,9 @@ def chosen(names: Sequence[str], experiments: Sequence[Experiment]) -> list[Expe
     return [experiment for name, experiment in known.items() if not names or name in names]
 
 
-def check_folder(folder: Path, picked: Sequence[Experiment], keep: bool, overwrite: bool) -> None:
+def check_folder(
+    folder: Path, picked: Sequence[Experiment], plan: Plan, keep: bool, overwrite: bool
+) -> None:
     """Raise unless results can be written there without losing any."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,11 +75,21 @@ def check_folder(folder: Path, picked: Sequence[Experiment], keep: bool, overwri
         reason = error.strerror or str(error)
         raise ReproduceError(f"Cannot write to {folder}: {reason}. Give another --out.") from error
     there = [one.name for one in picked if (folder / f"{one.name}.json").exists()]
-    if there and not keep and not overwrite:
+    if overwrite or not there:
+        return
+    if not keep:
         raise ReproduceError(
             f"{folder} has results of {', '.join(there)}. Pass --resume to go on with them, "
             "--overwrite to begin anew, or another --out."
         )
+    for name in there:
+        kept = results.load(folder, name)
+        before = (plan.mode, plan.seeds) if kept is None else (kept[0].mode, kept[0].plan_seeds)
+        if before != (plan.mode, plan.seeds):
+            raise ReproduceError(
+                f"{folder} has results of {name} with --{before[0]} --seeds {before[1]}. Pass "
+                "these with --resume, or --overwrite, or another --out."
+            )
 
 
 def clear(folder: Path, picked: Sequence[Experiment]) -> None:
@@ -119,11 +132,12 @@ class Sitting:
     ):
         self.experiment, self.plan, self.folder = experiment, plan, folder
         self.scratch = folder / SCRATCH / experiment.name
-        self.began = time.perf_counter()
         self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         kept = results.load(folder, experiment.name)
         self.tasks, self.raw = ({}, {}) if kept is None else (dict(kept[0].tasks), kept[1])
-        self.before = 0.0 if kept is None else kept[0].seconds
+        self.section = None if kept is None else kept[0].section
+        self.started = self.started if kept is None else kept[0].started
+        self.seeds = plan.seeds
 
     def run(self, display: "_Display") -> Result:
         """All pieces, then the section; whatever fails is written into the result."""
@@ -133,9 +147,9 @@ class Sitting:
             tasks = self.experiment.tasks(self.plan)
             for task in tasks:
                 self.perform(task, display)
-            self.raw = {task.name: self.raw[task.name] for task in tasks}
-            self.tasks = {task.name: self.tasks[task.name] for task in tasks}
-            section = self.experiment.section(self.plan, self.raw)
+            found = {task.name: self.raw[task.name] for task in tasks}
+            self.seeds = max(getattr(task, "seeds", 1) for task in tasks)
+            self.section = self.experiment.section(self.plan, found)
         except KeyboardInterrupt:
             self.save("partial", "interrupted; go on with --resume")
             raise
@@ -150,7 +164,7 @@ class Sitting:
             write_atomically(log, traceback.format_exc().encode())
             return self.save("failed", f"{type(error).__name__}: {error} (see {log.name})")
         shutil.rmtree(self.scratch, ignore_errors=True)
-        return self.save("done", "", section)
+        return self.save("done", "")
 
     def perform(self, task: Task, display: "_Display") -> None:
         """One piece of work, unless its result is there."""
@@ -164,16 +178,23 @@ class Sitting:
 
     def has(self, task: Task) -> bool:
         """Whether the piece was done before, with the same settings."""
-        return self.tasks.get(task.name, {}).get("settings") == task.settings
+        kept = self.tasks.get(task.name, {})
+        cut_short = bool(self.raw.get(task.name, {}).get("cut_short", False))
+        more_time = cut_short and kept.get("limit") != self.plan.limit
+        return kept.get("settings") == task.settings and not more_time
 
     def keep(self, task: Task, arrays: Arrays, seconds: float) -> None:
         """Take in the result of a piece, and write it."""
         self.raw[task.name] = arrays
-        self.tasks[task.name] = {"settings": task.settings, "seconds": round(seconds, 2)}
+        self.tasks[task.name] = {
+            "settings": task.settings,
+            "seconds": round(seconds, 2),
+            "limit": self.plan.limit,
+        }
         self.save("partial", "under way")
 
-    def save(self, status: str, reason: str, section: Section | None = None) -> Result:
-        """Write what there is."""
+    def save(self, status: str, reason: str) -> Result:
+        """Write what there is; a section of an earlier sitting stays until there is another."""
         experiment = self.experiment
         result = Result(
             experiment=experiment.name,
@@ -183,12 +204,13 @@ class Sitting:
             status=status,
             reason=reason,
             mode=self.plan.mode,
-            seeds=self.plan.seeds,
+            seeds=self.seeds,
+            plan_seeds=self.plan.seeds,
             started=self.started,
-            seconds=self.before + time.perf_counter() - self.began,
+            seconds=float(sum(piece["seconds"] for piece in self.tasks.values())),
             environment=results.environment(),
             tasks=self.tasks,
-            section=section,
+            section=self.section,
         )
         results.save(self.folder, result, self.raw)
         return result

@@ -7,8 +7,11 @@ NOT_RUN = "not run"
 
 
 def number(value: ArrayLike, digits: int = 3) -> str:
-    """With so many significant digits."""
-    return f"{float(np.asarray(value)):.{digits}g}"
+    """With so many significant digits, and an exponent only where it saves room."""
+    value = float(np.asarray(value))
+    if value == 0 or not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.{digits}g}"
+    return np.format_float_positional(value, digits, unique=False, fractional=False, trim="-")
 
 
 def spread(values: ArrayLike, digits: int = 3) -> str:
@@ -23,12 +26,13 @@ def spread(values: ArrayLike, digits: int = 3) -> str:
     return f"{middle} [{number(values.min(), digits)}, {number(values.max(), digits)}]"
 
 
-def count(value: float) -> str:
+def count(value: ArrayLike) -> str:
     """A number of iterations: 1e4, 50 000."""
+    value = int(np.asarray(value))
     exponent = round(float(np.log10(max(value, 1))))
     if value == 10**exponent and exponent > 1:
         return f"1e{exponent}"
-    return f"{int(value):,}".replace(",", " ")
+    return f"{value:,}".replace(",", " ")
 
 
 def step_text(step_size: ArrayLike) -> str:

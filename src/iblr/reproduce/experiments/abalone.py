@@ -9,9 +9,11 @@ import numpy as np
 import iblr
 from iblr import baselines
 from iblr.reproduce.logistic import round_gaussian
+from iblr.reproduce.methods import Arrays, Checkpoints, Method, Plan, Problem
 from iblr.reproduce.pictures import Axis, Claim, Curve, Curves, Section, Table
 from iblr.reproduce.runner import Experiment
-from iblr.reproduce.runs import Arrays, Checkpoints, Method, Plan, Problem, Run, at_step, moments
+from iblr.reproduce.runs import Run
+from iblr.reproduce.trajectory import at_step, moments
 from iblr.reproduce.wording import count, number, spread, verdict
 
 NOISE_VARIANCE = 162.9751
@@ -31,7 +33,7 @@ METHODS = (
     Method("iBLR at our defaults"),
     Method("iBLR, Stl and a trust region", trust_region=True),
 )
-PUBLISHED = {  # L - L* read off the authors' picture
+PUBLISHED = {  # L - L* read off the authors' picture; at 1e5 the middle of a noisy curve
     "iBLR-rep": {3: 3e4, 100: 5e2, 1000: 35.0, 10_000: 8.0, 100_000: 0.03},
     "BLR-rep": {100: 2e3, 1000: 80.0, 10_000: 20.0, 100_000: 0.05},
     "BBVI-rep": {100: 8e3, 1000: 1.5e3, 10_000: 150.0, 100_000: 3.0},
@@ -104,7 +106,7 @@ def tasks(plan: Plan) -> list[Run]:
         Run(
             method.name,
             method,
-            (problem(),),
+            lambda: (problem(),),
             seeds,
             checkpoints,
             effort=plan.pick(6, 60),
@@ -166,21 +168,19 @@ def _claims(middle: dict, gap: dict) -> list[Claim]:
             verdict(ours[100_000] <= 0.1, ours[100_000]),
         )
     )
-    last = max(step for step in LATER if np.isfinite(ours[step]))
+    reached = [step for step in LATER if np.isfinite(ours[step])]
+    last = reached[-1] if reached else LATER[0]
+    late = [step for step in reached if step >= 1000]
     for other in ("BLR-rep", "BBVI-rep"):
         shown = [name for name in middle if name.startswith(other)]
-        faster = all(
-            ours[step] < min(middle[name][step] for name in shown)
-            for step in LATER[1:]
-            if np.isfinite(ours[step])
-        )
+        faster = all(ours[step] < min(middle[name][step] for name in shown) for step in late)
         claims.append(
             Claim(
                 f"iBLR is ahead of {other} from 1e3 iterations on",
                 f"at {count(last)}: {number(ours[last])} against "
                 + " and ".join(f"{number(middle[name][last])} ({name})" for name in shown),
                 "35 against " + ("80" if other == "BLR-rep" else "1500") + " at 1e3",
-                faster,
+                faster if late else None,
                 "Where BLR survives at the published step it is about as fast."
                 if other == "BLR-rep"
                 else "",
@@ -194,7 +194,7 @@ def _claims(middle: dict, gap: dict) -> list[Claim]:
             f"it fails in {dead} of {len(end)} seeds; at half the step in "
             f"{int(np.isinf(gap['BLR-rep, half the step'][last]).sum())}",
             "a curve, no failure shown",
-            True if dead else None,
+            verdict(dead > 0, end),
             "The smallest eigenvalue of the precision shrinks from step to step, since a line "
             "search for feasibility alone may stop just short of the boundary.",
         )
@@ -205,7 +205,7 @@ def _claims(middle: dict, gap: dict) -> list[Claim]:
             "VOGN stops at a floor of about 40",
             f"{number(floor)} at {count(last)}",
             "40",
-            bool(20 <= floor <= 80),
+            verdict(20 <= floor <= 80, floor) if late else None,
         )
     )
     others = [name for name in middle if "Stl" not in name and "defaults" not in name]
@@ -220,7 +220,7 @@ def _claims(middle: dict, gap: dict) -> list[Claim]:
                 f"{number(middle[name][last])} against {number(best)}; at 1e3 "
                 f"{number(middle[name][1000])} against {number(ours[1000])} of iBLR-rep",
                 "not in the paper",
-                bool(middle[name][last] < best),
+                verdict(middle[name][last] < best, middle[name][last], best),
                 "It takes 16 gradients an iteration instead of one. Without the trust region the "
                 "first steps from so wide a prior overshoot, and it takes thousands to recover.",
             )

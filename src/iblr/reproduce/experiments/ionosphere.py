@@ -7,9 +7,11 @@ import numpy as np
 import iblr
 from iblr import baselines
 from iblr.reproduce.logistic import DENSITY, EPS, Gaussian, Regression, round_gaussian
+from iblr.reproduce.methods import Arrays, Checkpoints, Method, Plan, Problem
 from iblr.reproduce.pictures import Axis, Claim, Curve, Curves, Section, Table
 from iblr.reproduce.runner import Experiment
-from iblr.reproduce.runs import Arrays, Checkpoints, Method, Plan, Problem, Run, at_step, moments
+from iblr.reproduce.runs import Run
+from iblr.reproduce.trajectory import at_step, moments
 from iblr.reproduce.wording import count, number, spread, step_text, verdict
 
 NUM_TRAIN = 175
@@ -76,13 +78,12 @@ def problem(seed: int) -> Problem:
 def tasks(plan: Plan) -> list[Run]:
     """One a method, on all splits."""
     splits = plan.pick(plan.seeds, max(SPLITS, plan.seeds))
-    problems = tuple(problem(seed) for seed in range(splits))
     steps = plan.pick(1000, 15_000)
     return [
         Run(
             method.name,
             method,
-            problems,
+            lambda: tuple(problem(seed) for seed in range(splits)),
             splits,
             Checkpoints.spread(steps),
             effort=plan.pick(8, 120),

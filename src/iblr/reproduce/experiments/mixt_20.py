@@ -4,10 +4,11 @@ import numpy as np
 
 import iblr
 from iblr import baselines
+from iblr.reproduce.methods import Arrays, Checkpoints, Method, Plan
 from iblr.reproduce.mixture_of_t import BANDWIDTH, KL_DRAWS, MMD_DRAWS, Case
 from iblr.reproduce.pictures import Axis, Claim, Curve, Curves, Section, Table
 from iblr.reproduce.runner import Experiment
-from iblr.reproduce.runs import Arrays, Checkpoints, Method, Plan, Run
+from iblr.reproduce.runs import Run
 from iblr.reproduce.wording import count, number, spread, step_text
 
 CASE = Case(dim=20, components=25, modes=10, side=20.0, bins=200)
@@ -38,7 +39,6 @@ PUBLISHED = {  # the final MMD, and from which iteration on
 
 def tasks(plan: Plan) -> list[Run]:
     """One a method."""
-    problem = CASE.problem()
     runs = []
     for method in plan.shorten(METHODS):
         default = method.step_size is None
@@ -47,7 +47,7 @@ def tasks(plan: Plan) -> list[Run]:
             Run(
                 method.name,
                 method,
-                (problem,),
+                lambda: (CASE.problem(),),
                 plan.seeds,
                 Checkpoints.spread(steps),
                 effort=plan.pick(25, 600),
@@ -60,7 +60,7 @@ def tasks(plan: Plan) -> list[Run]:
 
 def section(plan: Plan, raw: dict[str, Arrays]) -> Section:
     """Both distances against iterations, and the marginals."""
-    shown = {name: raw[name] for name in ("iBLR-hess", "iBLR-rep", "iBLR at our defaults")}
+    shown = {name: raw[name] for name in ("iBLR-hess", "iBLR-rep")}
     pictures = (
         _curves(raw, "mmd2", "MMD^2", "Squared maximum mean discrepancy", True),
         _curves(raw, "kl", "KL(q || p) in nats", "Divergence from the target", False),
@@ -106,6 +106,16 @@ def _curves(raw: dict[str, Arrays], metric: str, label: str, title: str, points:
     )
 
 
+def _ended(raw: dict[str, Arrays], names: list[str]) -> str:
+    """Which of the methods stopped by themselves."""
+    steps = max(int(arrays["step"][-1]) for arrays in raw.values())
+    stuck = [
+        name for name in names if raw[name]["step"][-1] < steps and not raw[name].get("cut_short")
+    ]
+    said = [f"{name} ended at {count(raw[name]['step'][-1])}" for name in stuck]
+    return "".join(f"; {words}: no seed could take a step" for words in said)
+
+
 def _reached(arrays: Arrays) -> float:
     """The iterations until the median KL is good; infinite where it never is."""
     middle = np.median(arrays["kl"], axis=1)
@@ -129,7 +139,8 @@ def _claims(raw: dict[str, Arrays]) -> tuple[Claim, ...]:
             Claim(
                 f"iBLR-{kind} converges fastest of the three",
                 f"KL at {count(common)}: {number(ours)}; "
-                + ", ".join(f"{name} {number(value)}" for name, value in at.items()),
+                + ", ".join(f"{name} {number(value)}" for name, value in at.items())
+                + _ended(raw, names),
                 "MMD flat from "
                 + ", ".join(f"{count(PUBLISHED[name][1])} ({name})" for name in names),
                 bool(ours < min(at.values())),

@@ -13,12 +13,13 @@ from iblr.reproduce import pictures
 from iblr.reproduce.report.figures import figure
 from iblr.reproduce.results import Result
 
-MARKS = {"holds": "✓", "does not hold": "✗", "not run": "–"}
+MARKS = {"holds": "✓", "does not hold": "✗", "not run": "–", "too short to tell": "–"}
 STATUSES = {
     "done": "done",
     "partial": "partly run",
     "not run": "not run",
     "waiting": "waiting",
+    "failed": "failed",
 }
 
 
