@@ -266,6 +266,32 @@ def test_an_interrupt_leaves_a_report_and_code_130(invoke, tmp_path, monkeypatch
     assert (tmp_path / "index.html").exists()
 
 
+def test_data_that_cannot_be_used_fail_in_the_end_and_cost_nothing_else(tmp_path, monkeypatch):
+    from iblr.reproduce.experiments import gamma_factor
+
+    def wrong():
+        raise DataError("cytof.mat is not the file that it should be")
+
+    def missing():
+        raise MissingDataError("not there")
+
+    monkeypatch.setitem(gamma_factor.SOURCES, "cytof", wrong)
+    monkeypatch.setitem(gamma_factor.SOURCES, "cytometry", missing)
+    plan = Plan(True, 1)
+    assert {task.name.split()[0] for task in gamma_factor.tasks(plan)} == {"synthetic"}
+    steps = np.arange(0, 301, 10)
+    fake = {"step": steps, "test": np.ones((31, 1)), "step_size": np.asarray(0.1)}
+    shown = gamma_factor.section(
+        plan, {f"synthetic {method.name}": fake for method in gamma_factor.METHODS}
+    )
+    assert shown.faults == ("cytof.mat is not the file that it should be",)
+    assert [claim.verdict for claim in shown.claims] == ["does not hold", "not run", "not run"]
+    faulty = dataclasses.replace(TINY, section=lambda plan, raw: Section(faults=("a wrong file",)))
+    monkeypatch.setattr(cli, "EXPERIMENTS", (faulty,))
+    answer = CliRunner().invoke(cli.app, ["reproduce", "--out", str(tmp_path)])
+    assert answer.exit_code == 1 and "tiny: a wrong file" in answer.output
+
+
 def test_the_list_names_every_experiment():
     answer = CliRunner().invoke(cli.app, ["reproduce", "--list"])
     assert answer.exit_code == 0

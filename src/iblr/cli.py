@@ -87,9 +87,14 @@ def _reproduce(
         _fail(str(error))
     _summary(found)
     print(f"\nReport: {page}")
-    unusable = [r for r in found if r.status == "failed" or (names and r.status == "not run")]
-    if unusable:
-        _fail("\n".join(f"{r.experiment}: {r.reason}" for r in unusable))
+    wrong = [
+        f"{r.experiment}: {r.reason}"
+        for r in found
+        if r.status == "failed" or (names and r.status == "not run")
+    ]
+    wrong += [f"{r.experiment}: {fault}" for r in found if r.section for fault in r.section.faults]
+    if wrong:
+        _fail("\n".join(wrong))
 
 
 def _write_report(folder: Path) -> Path:

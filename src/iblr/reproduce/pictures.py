@@ -203,6 +203,7 @@ class Section:
         tables: under those.
         settings: name and value of everything a reader would need to do it again.
         notes: sentences on traps and misprints that matter here.
+        faults: data that are there but cannot be used: the command then fails in the end.
     """
 
     claims: tuple[Claim, ...] = ()
@@ -210,3 +211,4 @@ class Section:
     tables: tuple[Table, ...] = ()
     settings: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()

@@ -46,7 +46,7 @@ def trajectory(
     options = {
         "estimator": method.estimator,
         "rule": method.rule,
-        "step_size": method.step_size,
+        "step_size": _step_size(method, start, checkpoints.num_steps),
         "momentum": method.momentum,
         "trust_region": method.trust_region,
         "elbo_draws": ELBO_DRAWS,
@@ -88,6 +88,15 @@ def trajectory(
     return record.arrays() | {
         f"final_{name}": np.stack([k[name] for k in kept]) for name in kept[0]
     }
+
+
+def _step_size(method: Method, family: Any, num_steps: int) -> Any:
+    """That of the method, or the family's default for all steps together."""
+    if method.step_size is not None:
+        return method.step_size
+    defaults, estimator = family.defaults, method.estimator
+    pairs = estimator.pairs if isinstance(estimator, iblr.Stl) else defaults.pairs
+    return defaults.step_size(num_steps, pairs)
 
 
 class Record:

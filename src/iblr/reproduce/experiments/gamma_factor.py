@@ -43,15 +43,13 @@ SOURCES = {
 }
 
 
-def usable(source: str) -> str:
-    """Why a data set cannot be used; empty where it can."""
+def trouble(source: str) -> DataError | None:
+    """Why a data set cannot be used; None where it can."""
     try:
         SOURCES[source]()
-    except MissingDataError:
-        return "the data are not on this machine"
     except DataError as error:
-        return str(error)
-    return ""
+        return error
+    return None
 
 
 def methods(plan: Plan, source: str) -> list[Method]:
@@ -85,7 +83,9 @@ def problem(data: Data) -> Problem:
 def tasks(plan: Plan) -> list[Run]:
     """One a method and data set."""
     steps = plan.pick(100, 300)
-    sources = [source for source in plan.pick(["synthetic"], list(SOURCES)) if not usable(source)]
+    sources = [
+        source for source in plan.pick(["synthetic"], list(SOURCES)) if trouble(source) is None
+    ]
     return [
         Run(
             f"{source} {method.name}",
@@ -115,14 +115,17 @@ def section(plan: Plan, raw: dict[str, Arrays]) -> Section:
             pictures.append(_picture(source, found))
             tables.append(_table(source, found))
         claims.append(_claim(source, found, plan))
-    return Section(tuple(claims), tuple(pictures), tuple(tables), SETTINGS, NOTES)
+    troubles = [trouble(source) for source in plan.pick([], list(SOURCES))]
+    faults = [str(e) for e in troubles if e is not None and not isinstance(e, MissingDataError)]
+    return Section(tuple(claims), tuple(pictures), tuple(tables), SETTINGS, NOTES, tuple(faults))
 
 
 def _claim(source: str, found: dict[str, Arrays], plan: Plan) -> Claim:
     text = f"{source}: held-out loss at 100 iterations is ordered iBLR < BLR < BBVI"
     published = "52, 53, 57" if source == "cytof" else "52, 53, 57 on the paper's data"
     if not found:
-        why = usable(source) if plan.full else "with --full"
+        why = trouble(source) if plan.full else "with --full"
+        why = "the data are not on this machine" if isinstance(why, MissingDataError) else why
         return Claim(text, f"not run: {why}", published, None, f"See `iblr.datasets.{source}`.")
     at = [float(np.median(at_step(arrays, "test", JUDGED_AT))) for arrays in found.values()]
     values = ", ".join(f"{name} {number(value, 4)}" for name, value in zip(found, at, strict=True))

@@ -177,6 +177,8 @@ SETTINGS = (
     ("Approximation", "25 Gaussians of weight 1/25, fixed"),
     ("Start", "means N(0, 100^2 I), covariances 300 I"),
     ("Draws", f"{SAMPLES} of the mixture an iteration"),
+    ("Iterations", "2 000 000 in the paper; with --full as many as the time limit allows (15 "
+     "minutes a method if none is given), 4000 at our defaults"),
     ("Steps", "iBLR 0.04 (hess) and 0.004 (rep), the authors'; BLR and BBVI the best of "
      + ", ".join(f"{t:g}" for t in GRID) + " by the KL of a short trial"),
     ("MMD", f"unbiased, RBF with h^2 = {BANDWIDTH**2:.0f}, {MMD_DRAWS} draws of each"),
