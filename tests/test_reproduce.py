@@ -302,6 +302,17 @@ def test_the_list_names_every_experiment():
 # What experiments share.
 
 
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.name)
+def test_an_experiment_says_at_once_what_it_will_do(experiment, monkeypatch, tmp_path):
+    monkeypatch.setenv("IBLR_DATA", str(tmp_path))
+    for plan in (Plan(False, 1), Plan(True, 5, 60.0)):
+        found = experiment.tasks(plan)
+        names = [task.name for task in found]
+        assert len(set(names)) == len(names)
+        assert all(task.effort > 0 and task.settings for task in found)
+        assert bool(found) != bool(experiment.waiting)
+
+
 def test_checkpoints_are_closer_together_at_first():
     spread = Checkpoints.spread(15_000)
     assert spread == Checkpoints((100, 10_000, 15_000), (10, 100, 2000))

@@ -115,7 +115,7 @@ def _run(
         lambda: (Problem(target.log_density, start, metrics, "kl", keep),),
         plan.seeds,
         Checkpoints.even(steps, 4),
-        effort=plan.pick(4, 20),
+        effort=plan.pick(4.0, 20.0),
         limit=plan.limit,
     )
 

@@ -109,7 +109,7 @@ def tasks(plan: Plan) -> list[Run]:
             lambda: (problem(),),
             seeds,
             checkpoints,
-            effort=plan.pick(6, 60),
+            effort=plan.pick(6.0, 60.0),
             limit=plan.limit,
         )
         for method in METHODS

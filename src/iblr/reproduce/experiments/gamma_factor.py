@@ -93,7 +93,7 @@ def tasks(plan: Plan) -> list[Run]:
             lambda source=source: (problem(SOURCES[source]()),),
             plan.seeds,
             Checkpoints.even(steps, steps // 10),
-            effort=plan.pick(25, 120),
+            effort=plan.pick(25.0, 120.0),
             limit=plan.limit,
             grid_steps=plan.pick(None, JUDGED_AT),
         )

@@ -86,7 +86,7 @@ def tasks(plan: Plan) -> list[Run]:
             lambda: tuple(problem(seed) for seed in range(splits)),
             splits,
             Checkpoints.spread(steps),
-            effort=plan.pick(8, 120),
+            effort=plan.pick(8.0, 120.0),
             limit=plan.limit,
             grid_steps=JUDGED_AT,
         )

@@ -50,7 +50,7 @@ def tasks(plan: Plan) -> list[Run]:
                 lambda: (CASE.problem(),),
                 plan.seeds,
                 Checkpoints.spread(steps),
-                effort=plan.pick(25, 600),
+                effort=plan.pick(25.0, 600.0),
                 limit=plan.limit or plan.pick(None, 900.0),
                 grid_steps=plan.pick(None, 10_000),
             )

@@ -40,7 +40,7 @@ def tasks(plan: Plan) -> list[Run]:
             lambda: (CASE.problem(mmd=False),),
             1,
             Checkpoints.even(iterations, plan.pick(6, 50)),
-            effort=plan.pick(90, 3600),
+            effort=plan.pick(90.0, 3600.0),
             limit=plan.limit or plan.pick(60.0, None),
         )
     ]

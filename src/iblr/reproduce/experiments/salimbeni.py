@@ -170,7 +170,7 @@ def tasks(plan: Plan) -> list[Any]:
             lambda: (problem(),),
             plan.seeds,
             Checkpoints.even(iterations, 50),
-            effort=plan.pick(20, 120),
+            effort=plan.pick(20.0, 120.0),
             limit=plan.limit,
             grid_steps=iterations,
         )

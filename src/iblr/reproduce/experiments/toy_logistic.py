@@ -120,7 +120,7 @@ def tasks(plan: Plan) -> list[Run]:
             lambda: (problem(diagonal, rows),),
             plan.seeds,
             checkpoints,
-            effort=plan.pick(3, 15),
+            effort=plan.pick(3.0, 15.0),
             limit=plan.limit,
         )
 
@@ -137,7 +137,7 @@ def tasks(plan: Plan) -> list[Run]:
             lambda: (skew_problem(),),
             plan.seeds,
             skew_points,
-            effort=plan.pick(8, 20),
+            effort=plan.pick(8.0, 20.0),
             limit=plan.limit,
         ),
     ]
