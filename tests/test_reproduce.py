@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import shutil
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,9 +14,10 @@ from typer.testing import CliRunner
 import iblr
 from iblr import baselines, cli
 from iblr.datasets import DataError, MissingDataError
-from iblr.reproduce import results, runner, trajectory, wording
+from iblr.families.curvature import Dense, Parameterisation, improved
+from iblr.reproduce import factor_model, results, runner, trajectory, wording
 from iblr.reproduce.catalogue import EXPERIMENTS
-from iblr.reproduce.experiments import toy_logistic
+from iblr.reproduce.experiments import gamma_factor, toy_logistic
 from iblr.reproduce.logistic import Gaussian
 from iblr.reproduce.methods import Checkpoints, Method, Plan, Problem
 from iblr.reproduce.pictures import Axis, Claim, Curve, Curves, Section
@@ -267,14 +270,14 @@ def test_an_interrupt_leaves_a_report_and_code_130(invoke, tmp_path, monkeypatch
 
 
 def test_data_that_cannot_be_used_fail_in_the_end_and_cost_nothing_else(tmp_path, monkeypatch):
-    from iblr.reproduce.experiments import gamma_factor
-
     def wrong():
         raise DataError("cytof.mat is not the file that it should be")
 
     def missing():
         raise MissingDataError("not there")
 
+    few = factor_model.synthetic(0, 200, 100)
+    monkeypatch.setitem(gamma_factor.SOURCES, "synthetic", lambda: few)
     monkeypatch.setitem(gamma_factor.SOURCES, "cytof", wrong)
     monkeypatch.setitem(gamma_factor.SOURCES, "cytometry", missing)
     plan = Plan(True, 1)
@@ -352,10 +355,9 @@ def test_the_optimum_of_a_logistic_regression_is_a_minimum():
 
 
 def test_the_weights_of_a_mixture_may_step_more_slowly():
-    import jax
-
+    @partial(jax.jit, static_argnums=0)
     def moved(rate):
-        start = iblr.GaussianMixture.init(jax.random.key(0), 3, 2, weight_rate=rate)
+        start = iblr.GaussianMixture.init(jax.random.key(0), 3, 2, weight_rate=rate, diagonal=True)
         tangent = iblr.Stl(pairs=2)(start, iblr.Target(log_density), jax.random.key(1))
         after, _ = iblr.improved_step(start, tangent, 0.1)
         shift = after.log_weights - start.log_weights
@@ -367,10 +369,6 @@ def test_the_weights_of_a_mixture_may_step_more_slowly():
 
 
 def test_the_root_of_a_dense_curvature_is_one_by_either_way(x64):
-    import jax
-
-    from iblr.families.curvature import Dense, Parameterisation, improved
-
     rule = improved(Parameterisation.precision, False)
     for size in (0.1, 3.0, 100.0):  # by a Cholesky factor, and by eigenvectors
         M = np.random.default_rng(1).normal(size=(5, 5))
