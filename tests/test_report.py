@@ -120,7 +120,7 @@ def test_tables_settings_notes_and_captions_are_there(made, page):
 
 def test_claims_are_counted(page):
     assert "5 of 7 claims hold" in page.text
-    assert "1 does not hold; 1 was not run, or too short to tell; 2 of 6 exp" in page.text
+    assert "1 does not hold; 1 was not run, or too little to tell; 2 of 6 exp" in page.text
 
 
 def test_what_was_not_run_says_so_and_why(made, page):

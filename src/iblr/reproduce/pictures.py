@@ -17,7 +17,7 @@ class Claim:
         text: what is claimed.
         ours: what was measured here.
         published: what was published; "not stated" where nothing was.
-        holds: None where it was not run, or not long enough to tell.
+        holds: None where it was not run, or not long or often enough to tell.
         why: the best explanation where it does not hold, or what to know where it does.
     """
 
@@ -31,7 +31,7 @@ class Claim:
     def verdict(self) -> str:
         """In words."""
         if self.holds is None:
-            return "not run" if self.ours.startswith("not run") else "too short to tell"
+            return "not run" if self.ours.startswith("not run") else "too little to tell"
         return "holds" if self.holds else "does not hold"
 
 

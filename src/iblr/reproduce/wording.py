@@ -40,6 +40,11 @@ def step_text(step_size: ArrayLike) -> str:
     return number(step_size) if np.isfinite(np.asarray(step_size)) else "default"
 
 
+def confirmed(holds: bool, enough: bool) -> bool | None:
+    """Whether a claim holds; one that needs more steps or seeds can only be confirmed by less."""
+    return True if holds else False if enough else None
+
+
 def verdict(holds: bool, *values: ArrayLike) -> bool | None:
     """Whether a claim about these values holds; None where one of them was not run."""
     return None if any(np.isnan(np.asarray(value)).any() for value in values) else bool(holds)

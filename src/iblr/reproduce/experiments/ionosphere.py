@@ -12,7 +12,7 @@ from iblr.reproduce.pictures import Axis, Claim, Curve, Curves, Section, Table
 from iblr.reproduce.runner import Experiment
 from iblr.reproduce.runs import Run
 from iblr.reproduce.trajectory import at_step, moments
-from iblr.reproduce.wording import count, number, spread, step_text, verdict
+from iblr.reproduce.wording import confirmed, count, number, spread, step_text, verdict
 
 NUM_TRAIN = 175
 BATCH = 17
@@ -146,10 +146,12 @@ def _ordering(raw: dict[str, Arrays]) -> Claim:
     middle = [float(np.median(at_step(raw[name], "test", JUDGED_AT))) for name in names]
     ours, vogn, blr, bbvi = middle
     return Claim(
-        "At 1e3 iterations the log loss is ordered iBLR <= VOGN < BLR < BBVI",
+        "At 1e3 iterations the median log loss is ordered iBLR <= VOGN < BLR < BBVI",
         ", ".join(f"{n} {number(v)}" for n, v in zip(names, middle, strict=True)),
         ", ".join(f"{name} {PUBLISHED[name][JUDGED_AT]:g}" for name in names),
-        verdict(ours <= vogn < blr < bbvi, *middle),
+        None
+        if np.isnan(middle).any()
+        else confirmed(ours <= vogn < blr < bbvi, raw[names[0]]["test"].shape[1] >= SPLITS),
         "The paper states neither the prior, the start nor the steps; here every method has the "
         "best step of one grid by its training objective at 1e3 iterations. A method that is "
         "behind in training can be ahead on few rows left out.",

@@ -15,7 +15,7 @@ from iblr.reproduce.plane_targets import Moments
 from iblr.reproduce.runner import Experiment
 from iblr.reproduce.runs import Run
 from iblr.reproduce.trajectory import keep_moments
-from iblr.reproduce.wording import count, number, spread
+from iblr.reproduce.wording import confirmed, count, number, spread
 
 PRIOR_PRECISION = 0.01
 VIEW = (0.0, 20.0), (0.0, 12.0)
@@ -154,6 +154,7 @@ def section(plan: Plan, raw: dict[str, Arrays]) -> Section:
         if task.split()[0] in best
     }
     steps = int(raw["full iBLR"]["step"][-1])
+    enough = steps >= FULL_STEPS
     claims = []
     for kind, other in (("full", "VOGN"), ("mean-field", "Vadam")):
         for task, words in (("default", "At its defaults"), ("iBLR", "With the authors' settings")):
@@ -164,7 +165,7 @@ def section(plan: Plan, raw: dict[str, Arrays]) -> Section:
                     f"({best[kind]:.4f}) after {count(steps)} steps",
                     f"gap {spread(found)}",
                     "ellipse on the exact one, after 500 000 steps",
-                    _judged(bool(np.median(found) <= NEAR), steps),
+                    confirmed(bool(np.median(found) <= NEAR), enough),
                     "The authors' steps decay slowly, with one draw and ten rows a step."
                     if task == "iBLR"
                     else "All rows and eight pairs of draws a step.",
@@ -178,7 +179,7 @@ def section(plan: Plan, raw: dict[str, Arrays]) -> Section:
                 f"gap {spread(theirs)} against {spread(ours)} after as many steps of one schedule; "
                 f"mean {_point(mean)}, exact {_point(optima[kind].mean)}",
                 "mean about (9.8, 4.1)" if kind == "full" else "not stated",
-                _judged(bool(np.median(theirs) > 2 * np.median(ours)), steps),
+                confirmed(bool(np.median(theirs) > 2 * np.median(ours)), enough),
             )
         )
     skew = raw["skew default"]["loss"][-1]
@@ -187,7 +188,7 @@ def section(plan: Plan, raw: dict[str, Arrays]) -> Section:
             "A skew Gaussian has a smaller negative ELBO than the best Gaussian",
             f"{spread(skew, 4)} against {best['full']:.4f}",
             "a picture",
-            _judged(bool(np.median(skew) < best["full"]), steps),
+            confirmed(bool(np.median(skew) < best["full"]), enough),
             "By 200 000 draws.",
         )
     )
@@ -239,11 +240,6 @@ def section(plan: Plan, raw: dict[str, Arrays]) -> Section:
         "Median [range] over seeds; the gap of the skew Gaussian is to the best full Gaussian.",
     )  # fmt: skip
     return Section(tuple(claims), tuple(pictures), (table,), SETTINGS, NOTES)
-
-
-def _judged(holds: bool, steps: int) -> bool | None:
-    """A claim about 50 000 steps can only be confirmed by fewer."""
-    return holds or (None if steps < FULL_STEPS else False)
 
 
 def _point(values: np.ndarray) -> str:

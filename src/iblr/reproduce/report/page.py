@@ -115,7 +115,7 @@ def _remainder(results: Sequence[Result], held: Sequence[bool | None]) -> str:
     if failed:
         said.append(f"{failed} {'does' if failed == 1 else 'do'} not hold")
     if untold:
-        said.append(f"{untold} {'was' if untold == 1 else 'were'} not run, or too short to tell")
+        said.append(f"{untold} {'was' if untold == 1 else 'were'} not run, or too little to tell")
     if empty:
         have = "has" if empty == 1 else "have"
         said.append(f"{empty} of {len(results)} experiments {have} no results yet")

@@ -13,7 +13,7 @@ from iblr.reproduce import pictures
 from iblr.reproduce.report.figures import figure
 from iblr.reproduce.results import Result
 
-MARKS = {"holds": "✓", "does not hold": "✗", "not run": "–", "too short to tell": "–"}
+MARKS = {"holds": "✓", "does not hold": "✗", "not run": "–", "too little to tell": "–"}
 STATUSES = {
     "done": "done",
     "partial": "partly run",
