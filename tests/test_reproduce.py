@@ -159,6 +159,7 @@ def test_what_is_there_is_not_done_again_unless_settings_changed(done, tmp_path,
     assert executed == ["iBLR"]
 
 
+@pytest.mark.slow
 def test_a_limit_stops_a_run_where_it_is_and_more_time_does_it_again(tmp_path):
     def limited(plan):
         return [dataclasses.replace(task, limit=plan.limit) for task in tasks(plan)]

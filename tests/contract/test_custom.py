@@ -201,6 +201,7 @@ def test_a_valid_family_is_accepted_wherever_it_starts(make, where):
         assert make(*start).dtype == jnp.float32
 
 
+@pytest.mark.slow
 @starts
 def test_a_valid_family_is_accepted_in_float64_too(make, where, x64):
     for start in where:
@@ -420,6 +421,7 @@ def test_a_direction_that_is_not_finite_is_refused_without_halving():
     assert_same_bits(new, q)
 
 
+@pytest.mark.slow
 def test_halvings_are_counted_over_a_fit_and_said():
     posterior = quick_fit(lambda z: -4.0 * z, exponential(1.0, **BOUNDED), step_size=1.0)
     assert posterior.halvings > 0
@@ -625,6 +627,7 @@ def test_the_skew_densities_are_densities():
     assert agrees(draws, 0.3 + MEAN_ABS * 1.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [1.5, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_mean_skew_and_precision_of_a_skew_gaussian_are_refused(alpha):
     blocks = {"mu": 0.3, "alpha": alpha, "s": 2.0}

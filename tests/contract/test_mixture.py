@@ -95,6 +95,7 @@ def test_init_spreads_the_means_and_scales_the_components():
     assert jax.tree.map(jnp.shape, tree.sample(KEY, 3)) == {"a": (3,), "b": (3, 2)}
 
 
+@pytest.mark.slow
 def test_a_fit_without_options_finds_both_modes():
     start = GaussianMixture.init(KEY, 4, 2, spread=2.0)
     posterior = iblr.fit(log_density, start, key=KEY, num_steps=500)
@@ -114,6 +115,7 @@ def test_weights_stay_where_they_are_not_learned():
     assert (quick_fit(log_density, example()).family.weights != posterior.family.weights).all()
 
 
+@pytest.mark.slow
 def test_an_interrupted_fit_goes_on_with_the_same_bits():
     options = {"momentum": 0.5, "trust_region": True}
     whole = quick_fit(log_density, example(), **options)

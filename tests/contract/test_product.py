@@ -255,6 +255,7 @@ def test_a_line_search_cuts_all_parts_alike_where_one_would_leave():
     assert jnp.isfinite(new.log_prob(new.sample(KEY, 10))).all()
 
 
+@pytest.mark.slow
 def test_a_line_search_halves_all_parts_where_a_custom_one_would_leave():
     rate = iblr.custom(
         name="rate",

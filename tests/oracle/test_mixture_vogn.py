@@ -54,6 +54,7 @@ def test_squared_gradients_of_the_target_leave_the_set():
     assert info.status == Status.ok
 
 
+@pytest.mark.slow
 def test_squared_gradients_of_both_never_leave_it():
     q = wide_between_narrow(2.0, 1.5)
     new, info = step(q, MixtureVogn(pairs=50), 1.0)
