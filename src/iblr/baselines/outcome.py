@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
+from iblr.families.abstract_gaussian import all_finite
 from iblr.families.base import AbstractFamily, StepInfo
 from iblr.status import Status
 
@@ -14,7 +15,7 @@ from iblr.status import Status
 def is_finite(tree: Any) -> Bool[Array, ""]:
     """Whether every number of a pytree is finite."""
     leaves = jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
+    return all_finite(*leaves)
 
 
 def choose(ok: Bool[Array, ""], new: Any, old: Any) -> Any:

@@ -19,6 +19,7 @@ from iblr.metrics import mmd2
 from iblr.reproduce.methods import Arrays, Problem
 from iblr.reproduce.pictures import Marginals, Series
 from iblr.reproduce.student_mixture import DF, StudentMixture, authors_start, quality
+from iblr.reproduce.trajectory import member
 
 BANDWIDTH = 1000**0.5
 MMD_DRAWS = 2000
@@ -36,7 +37,6 @@ class Case:
         modes: C of the target.
         side: modes are uniform in (-side, side)^d.
         bins: of a marginal.
-        learn_weights: whether the weights move; the paper fixes them.
     """
 
     dim: int
@@ -44,7 +44,6 @@ class Case:
     modes: int
     side: float
     bins: int
-    learn_weights: bool = False
 
     def target(self) -> StudentMixture:
         """The same for all methods and seeds."""
@@ -56,12 +55,12 @@ class Case:
         reference = draws(target, jax.random.key(1), MMD_DRAWS) if mmd else None
 
         def start(key: Any) -> iblr.GaussianMixture:
-            return authors_start(key, self.components, self.dim, learn_weights=self.learn_weights)
+            return authors_start(key, self.components, self.dim, learn_weights=False)
 
         def metrics(family: Any) -> Arrays:
             rows = []
             for run in range(family.log_weights.shape[0]):
-                q = _with_exact_inverses(jax.tree.map(lambda leaf, run=run: leaf[run], family))
+                q = _with_exact_inverses(member(family, run))
                 found = quality(target, q, jax.random.key(2), KL_DRAWS)
                 # Less than zero but for noise: roots so ill-conditioned that log q has no digits.
                 row = [found.kl if found.kl > SMALLEST_KL else np.inf, found.modes]

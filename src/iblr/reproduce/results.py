@@ -11,6 +11,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ class Result:
     section: pictures.Section | None
 
 
+@cache
 def environment() -> dict[str, str]:
     """Versions of the libraries, the machine, and the revision of a checkout."""
     found = {name: _version(name) for name in LIBRARIES}
@@ -83,10 +85,8 @@ def save(
     named = {f"raw/{name}": np.asarray(value) for name, value in arrays.items()}
     packed = _packed(result, "section", named)
     text = json.dumps({"format": FORMAT, **packed}, indent=1, allow_nan=True)
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, allow_pickle=False, **named)
     try:
-        write_atomically(folder / f"{result.experiment}.npz", buffer.getvalue())
+        write_arrays(folder / f"{result.experiment}.npz", named)
         write_atomically(folder / f"{result.experiment}.json", text.encode())
     except OSError as error:
         raise ResultError(
@@ -116,6 +116,13 @@ def load(folder: Path, name: str) -> tuple[Result, dict[str, dict[str, np.ndarra
             task, _, entry = key.removeprefix("raw/").rpartition("/")
             raw.setdefault(task, {})[entry] = array
     return result, raw
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """An NPZ file, complete or not there."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, allow_pickle=False, **arrays)
+    write_atomically(path, buffer.getvalue())
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:

@@ -124,19 +124,14 @@ def reproduce(
 class Sitting:
     """One experiment: pieces done before are taken from disk, the others are done and kept."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        plan: Plan,
-        folder: Path,
-    ):
+    def __init__(self, experiment: Experiment, plan: Plan, folder: Path):
         self.experiment, self.plan, self.folder = experiment, plan, folder
         self.scratch = folder / SCRATCH / experiment.name
-        self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         kept = results.load(folder, experiment.name)
         self.tasks, self.raw = ({}, {}) if kept is None else (dict(kept[0].tasks), kept[1])
         self.section = None if kept is None else kept[0].section
-        self.started = self.started if kept is None else kept[0].started
+        self.started = now if kept is None else kept[0].started
         self.seeds = plan.seeds
 
     def run(self, display: "_Display") -> Result:

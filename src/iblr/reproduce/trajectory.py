@@ -1,8 +1,8 @@
 """One method on one problem from step to step, with metrics on the way and the state on disk."""
 
-import io
 import re
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import iblr
-from iblr.datasets.files import write_atomically
 from iblr.reproduce.methods import Arrays, Checkpoints, Method, Problem
-from iblr.reproduce.results import read_arrays
+from iblr.reproduce.results import read_arrays, write_arrays
 
 SAVE_EVERY = 15.0
 ELBO_DRAWS = 4
+DAMAGED = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile)
 
 
 def trajectory(
@@ -84,7 +84,7 @@ def trajectory(
         stopped = stopped or posterior.num_steps < until  # no run could take a step
     record.path.unlink(missing_ok=True)
     families = stacked(state.family)
-    kept = [problem.keep(_one(families, run)) for run in range(len(keys))]
+    kept = [problem.keep(member(families, run)) for run in range(len(keys))]
     return record.arrays() | {
         f"final_{name}": np.stack([k[name] for k in kept]) for name in kept[0]
     }
@@ -147,7 +147,7 @@ class Record:
             return None
         try:
             arrays = read_arrays(self.path)
-        except Exception:  # damaged: what it held is computed again
+        except DAMAGED:  # what it held is computed again
             return None
         return arrays if str(arrays.get("settings")) == self.settings else None
 
@@ -178,13 +178,6 @@ def words(method: Method) -> str:
     )
 
 
-def write_arrays(path: Path, arrays: Arrays) -> None:
-    """An NPZ file, complete or not there."""
-    buffer = io.BytesIO()
-    np.savez(buffer, allow_pickle=False, **arrays)
-    write_atomically(path, buffer.getvalue())
-
-
 def slug(name: str) -> str:
     """A name fit for a file."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
@@ -201,7 +194,8 @@ def _like(array: np.ndarray, leaf: Any) -> Any:
     return jnp.asarray(array)
 
 
-def _one(tree: Any, run: int) -> Any:
+def member(tree: Any, run: int) -> Any:
+    """One of a stack."""
     return jax.tree.map(lambda leaf: leaf[run], tree)
 
 

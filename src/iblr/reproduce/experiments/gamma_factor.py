@@ -16,7 +16,7 @@ from iblr.reproduce.methods import Arrays, Checkpoints, Method, Plan, Problem
 from iblr.reproduce.pictures import Axis, Claim, Curve, Curves, Section, Table
 from iblr.reproduce.runner import Experiment
 from iblr.reproduce.runs import Run
-from iblr.reproduce.trajectory import at_step
+from iblr.reproduce.trajectory import at_step, member
 from iblr.reproduce.wording import number, spread, step_text, verdict
 
 SAMPLES = 50
@@ -69,7 +69,7 @@ def problem(data: Data) -> Problem:
     def metrics(family: Any) -> Arrays:
         rows = []
         for run in range(family.batch_shape[0]):
-            q = jax.tree.map(lambda leaf, run=run: leaf[run], family)
+            q = member(family, run)
             elbo = factor_model.training_elbo(q.shape, q.rate, columns, count, jax.random.key(5))
             gammas = np.asarray(q.shape, float), np.asarray(q.rate, float)
             outer = factor_model.expected_outer(*gammas)
