@@ -46,7 +46,33 @@ class AbstractEstimator(eqx.Module):
         """The natural gradient of the negative ELBO at `family`."""
 
 
-class Rep(AbstractEstimator):
+class AbstractSampling(AbstractEstimator):
+    """From independent draws, one gradient each."""
+
+    samples: int = eqx.field(static=True, default=1)
+
+    def __check_init__(self):
+        check_samples(f"{type(self).__name__}(samples=...)", self.samples)
+
+    def num_gradients(self, family: AbstractFamily) -> int:
+        """Evaluations of the target's gradient in one call."""
+        return self.samples
+
+
+class AbstractPairing(AbstractEstimator):
+    """From pairs of draws in every group of the family, two gradients each."""
+
+    pairs: int = eqx.field(static=True, default=8)
+
+    def __check_init__(self):
+        check_samples(f"{type(self).__name__}(pairs=...)", self.pairs)
+
+    def num_gradients(self, family: AbstractFamily) -> int:
+        """Evaluations of the target's gradient in one call."""
+        return 2 * self.pairs * family.groups
+
+
+class Rep(AbstractSampling):
     """The reparameterisation estimator of the paper, from gradients at independent draws.
 
     The gradient of the entropy, and that of a prior given as a family, are exact.
@@ -54,15 +80,6 @@ class Rep(AbstractEstimator):
     Args:
         samples: draws, and gradient evaluations, a step.
     """
-
-    samples: int = eqx.field(static=True, default=1)
-
-    def __check_init__(self):
-        check_samples("Rep(samples=...)", self.samples)
-
-    def num_gradients(self, family: AbstractFamily) -> int:
-        """Evaluations of the target's gradient in one call."""
-        return self.samples
 
     def __call__(self, family: AbstractFamily, target: Target, key: Key[Array, ""]) -> Any:
         """See `family.rep`."""
@@ -73,7 +90,7 @@ class Rep(AbstractEstimator):
         return with_prior(family, target, tangent)
 
 
-class Stl(AbstractEstimator):
+class Stl(AbstractPairing):
     """Sticking the landing, from pairs of draws: noiseless where the family holds the target.
 
     A prior given as a family enters through its gradient at the draws: the noise vanishes at the
@@ -86,15 +103,7 @@ class Stl(AbstractEstimator):
         reuse: let the draws of a mixture's components serve all of them, by importance weights.
     """
 
-    pairs: int = eqx.field(static=True, default=8)
     reuse: bool = eqx.field(static=True, default=False)
-
-    def __check_init__(self):
-        check_samples("Stl(pairs=...)", self.pairs)
-
-    def num_gradients(self, family: AbstractFamily) -> int:
-        """Evaluations of the target's gradient in one call."""
-        return 2 * self.pairs * family.groups
 
     def __call__(self, family: AbstractFamily, target: Target, key: Key[Array, ""]) -> Any:
         """See `family.stl`."""
@@ -104,7 +113,7 @@ class Stl(AbstractEstimator):
         return family.stl(draws, *evaluated(function, draws.rows))
 
 
-class Secant(AbstractEstimator):
+class Secant(AbstractPairing):
     """The smallest symmetric change of curvature that explains the pairs: for the approach.
 
     A shrunk estimate: its zero is right for a quadratic target and slightly off elsewhere, so
@@ -115,17 +124,11 @@ class Secant(AbstractEstimator):
         ridge: rho / max(d, pairs); without it `pairs` near d is unstable.
     """
 
-    pairs: int = eqx.field(static=True, default=8)
     ridge: float = eqx.field(static=True, default=0.3)
 
     def __check_init__(self):
-        check_samples("Secant(pairs=...)", self.pairs)
         if not self.ridge >= 0:
             raise ValueError(f"`Secant(ridge=...)` must not be negative, but got {self.ridge}.")
-
-    def num_gradients(self, family: AbstractFamily) -> int:
-        """Evaluations of the target's gradient in one call."""
-        return 2 * self.pairs
 
     def __call__(
         self, family: AbstractGaussian, target: Target, key: Key[Array, ""]
@@ -139,7 +142,7 @@ class Secant(AbstractEstimator):
         return GaussianTangent(gradient, whitened, family.secant(draws.noise, D, self.ridge))
 
 
-class Hess(AbstractEstimator):
+class Hess(AbstractSampling):
     """Exact Hessians at independent draws, O(d^3) a step.
 
     Args:
@@ -148,15 +151,7 @@ class Hess(AbstractEstimator):
             matrix over flat coordinates, called with the same arguments; None differentiates.
     """
 
-    samples: int = eqx.field(static=True, default=1)
     hessian: Callable | None = None
-
-    def __check_init__(self):
-        check_samples("Hess(samples=...)", self.samples)
-
-    def num_gradients(self, family: AbstractFamily) -> int:
-        """Evaluations of the target's gradient in one call."""
-        return self.samples
 
     def __call__(self, family: AbstractFamily, target: Target, key: Key[Array, ""]) -> Any:
         """See `family.hess`."""

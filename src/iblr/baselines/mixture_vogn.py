@@ -24,14 +24,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from iblr.estimators import AbstractEstimator, check_samples, evaluated
-from iblr.families.base import AbstractFamily
+from iblr.estimators import AbstractPairing, evaluated
 from iblr.families.mixture import GaussianMixture
 from iblr.families.mixture_gradients import MixtureTangent
 from iblr.target import Target
 
 
-class MixtureVogn(AbstractEstimator):
+class MixtureVogn(AbstractPairing):
     """Squared gradients for Hessians in a mixture, for `natural_gradient_step`.
 
     Args:
@@ -50,15 +49,7 @@ class MixtureVogn(AbstractEstimator):
         True
     """
 
-    pairs: int = eqx.field(static=True, default=8)
     of_b: bool = eqx.field(static=True, default=True)
-
-    def __check_init__(self):
-        check_samples("MixtureVogn(pairs=...)", self.pairs)
-
-    def num_gradients(self, family: AbstractFamily) -> int:
-        """Evaluations of the target's gradient in one call."""
-        return 2 * self.pairs * family.groups
 
     def __call__(self, family: Any, target: Target, key: Key[Array, ""]) -> MixtureTangent:
         """That of `Stl` with other curvatures."""

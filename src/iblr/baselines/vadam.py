@@ -27,9 +27,9 @@ from jaxtyping import Array, ArrayLike, Float, Key
 
 from iblr.baselines.outcome import choose, is_finite
 from iblr.baselines.vogn import check_rows
-from iblr.estimators import AbstractEstimator, check_samples, evaluated, with_prior
+from iblr.estimators import AbstractSampling, evaluated, with_prior
 from iblr.families.abstract_gaussian import AbstractGaussian, GaussianTangent
-from iblr.families.base import AbstractFamily, StepInfo
+from iblr.families.base import StepInfo
 from iblr.families.diagonal import DiagonalGaussian
 from iblr.linalg import matmul
 from iblr.rule import natural_gradient_step
@@ -49,7 +49,7 @@ class VadamTangent(GaussianTangent):
     prior_precision: Float[Array, "d *d"]
 
 
-class Vadam(AbstractEstimator):
+class Vadam(AbstractSampling):
     """The squared mean gradient for the Hessian, for `vadam_step`; Gaussians, full or diagonal.
 
     Needs a target of `log_likelihood` and `data`, with a Gaussian prior given as a family.
@@ -69,15 +69,6 @@ class Vadam(AbstractEstimator):
         >>> abs(float(posterior.mean[0]) - 2 * float(x @ x) / (1 + float(x @ x))) < 0.3
         True
     """
-
-    samples: int = eqx.field(static=True, default=1)
-
-    def __check_init__(self):
-        check_samples("Vadam(samples=...)", self.samples)
-
-    def num_gradients(self, family: AbstractFamily) -> int:
-        """Evaluations of the target's gradient in one call."""
-        return self.samples
 
     def __call__(self, family: Any, target: Target, key: Key[Array, ""]) -> VadamTangent:
         """Ghat = I - A (ghat ghat'/N + P0) A'."""

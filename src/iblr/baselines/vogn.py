@@ -13,18 +13,16 @@ Fisher information of the likelihood only where the model is right and near the 
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from iblr.estimators import AbstractEstimator, check_samples, only_gaussian, with_prior
+from iblr.estimators import AbstractSampling, only_gaussian, with_prior
 from iblr.families.abstract_gaussian import AbstractGaussian, GaussianTangent
-from iblr.families.base import AbstractFamily
 from iblr.target import Target
 
 
-class Vogn(AbstractEstimator):
+class Vogn(AbstractSampling):
     """The Gauss-Newton estimate, for `natural_gradient_step`; Gaussians, full or diagonal.
 
     Needs the gradient of every row of a minibatch on its own: a target of `log_likelihood` and
@@ -45,15 +43,6 @@ class Vogn(AbstractEstimator):
         >>> abs(float(posterior.mean[0]) - 2 * float(x @ x) / (1 + float(x @ x))) < 0.3
         True
     """
-
-    samples: int = eqx.field(static=True, default=1)
-
-    def __check_init__(self):
-        check_samples("Vogn(samples=...)", self.samples)
-
-    def num_gradients(self, family: AbstractFamily) -> int:
-        """Evaluations of the target's gradient in one call."""
-        return self.samples
 
     def __call__(self, family: Any, target: Target, key: Key[Array, ""]) -> GaussianTangent:
         """Ghat = I - A (H + P0) A'."""
