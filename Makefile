@@ -5,7 +5,7 @@ INSTALLED := $(VENV)/.installed
 # OpenBLAS's threads wait by spinning and would starve XLA's.
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help run test test-slow test-report lint types wheel-check bench clean
+.PHONY: help run test test-slow test-torch test-report lint types wheel-check bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1	/p' Makefile | expand -t 14
@@ -23,6 +23,14 @@ test: $(INSTALLED) ## run the default test suite
 
 test-slow: $(INSTALLED) ## run the tests marked slow
 	$(BIN)/pytest -m slow
+
+TORCH := $(VENV)/.torch
+$(TORCH): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e '.[torch-test]'
+	touch $@
+
+test-torch: $(TORCH) ## install PyTorch and run the tests of iblr.torch
+	$(BIN)/pytest -n 2 --dist loadfile tests/deep
 
 CHROMIUM := /usr/bin/chromium
 $(CHROMIUM):
@@ -42,7 +50,7 @@ lint: $(INSTALLED) ## check style and formatting
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
-types: $(INSTALLED) ## check types
+types: $(TORCH) ## check types
 	$(BIN)/pyright
 
 define WHEEL_CHECK

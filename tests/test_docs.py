@@ -12,8 +12,11 @@ import pytest
 import iblr
 
 ROOT = Path(__file__).parents[1]
+TORCH_PAGES = {"ivon", "ivon-recipes"}  # run by make test-torch, with everything in iblr.torch
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [page for page in PAGES if page.stem not in TORCH_PAGES]
 MODULES = ["iblr", *(m.name for m in pkgutil.walk_packages(iblr.__path__, prefix="iblr."))]
+MODULES = [name for name in MODULES if not name.startswith("iblr.torch")]
 SHORT = {"README", "notation"}  # the other pages compile for long
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
 

@@ -1,0 +1,100 @@
+"""Gradients of several samples on the way to one step.
+
+A step with S samples needs the means of g_j and of eps_j g_j. The first is kept where every
+gradient is, in `grad`, so that norms and clipping see what they see with any optimiser. The second
+is kept here. Whoever scales `grad` between the last sample and the step (a clipped norm, a gradient
+scaler) scales the second as well: the factor is read off two norms. A change that is not a factor
+cannot be carried over and raises.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from iblr.torch.layout import flat_like
+
+
+class Accumulation:
+    """What was gathered since the last step.
+
+    Attributes:
+        blocks: samples whose gradients were taken.
+        curved: the mean of eps_j g_j by parameter, flat.
+    """
+
+    def __init__(self):
+        self.blocks = 0
+        self.curved: dict[Tensor, Tensor] = {}
+        self._aside: dict[Tensor, Tensor] = {}
+        self._left: dict[Tensor, _Left] = {}
+
+    def set_aside(self, parameters: Iterable[Tensor]) -> None:
+        """Make room for the gradients of another sample."""
+        for parameter in parameters:
+            self.settle(parameter)
+            if parameter.grad is not None:
+                self._aside[parameter] = parameter.grad
+                parameter.grad = None
+
+    def put_back(self) -> None:
+        """As if no sample had been begun."""
+        for parameter, grad in self._aside.items():
+            parameter.grad = grad
+        self._aside = {}
+
+    def add(self, parameter: Tensor, noise: Tensor, samples: int) -> None:
+        """Take in the gradient of one of so many samples, and its noise, flat."""
+        grad, before = parameter.grad, self._aside.pop(parameter, None)
+        if grad is None:
+            parameter.grad = before
+            return
+        grad.div_(samples)
+        curved = noise * flat_like(grad, parameter)
+        if parameter in self.curved:
+            curved += self.curved[parameter]
+        self.curved[parameter] = curved
+        if before is not None:
+            grad.add_(before)
+        self._left[parameter] = _Left.of(grad)
+
+    def settle(self, parameter: Tensor) -> None:
+        """Follow what was done to the gradient since it was left."""
+        left, grad = self._left.pop(parameter, None), parameter.grad
+        if left is None:
+            return
+        if grad is None:
+            del self.curved[parameter]
+        elif (grad is not left.grad) or grad._version != left.version:
+            self.curved[parameter] *= left.factor(grad)
+
+
+class _Left(NamedTuple):
+    grad: Tensor
+    version: int
+    norm: Tensor
+    largest: Tensor
+
+    @classmethod
+    def of(cls, grad: Tensor) -> "_Left":
+        return cls(grad, grad._version, *_norms(grad))
+
+    def factor(self, grad: Tensor) -> Tensor:
+        norm, largest = _norms(grad)
+        if not norm > 0:
+            return torch.zeros_like(norm)
+        factor = norm / self.norm
+        if abs(largest / self.largest - factor) > 1e-2 * factor:
+            raise RuntimeError(
+                "IVON.step(): gradients were changed, and not by one factor, after the blocks of "
+                "sampled_params(train=True). With mc_samples > 1 this cannot be carried over to "
+                "the curvature. Clip inside the block, or by norm, or use mc_samples=1."
+            )
+        return factor
+
+
+def _norms(grad: Tensor) -> tuple[Tensor, Tensor]:
+    kind = torch.promote_types(grad.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(grad.detach(), dtype=kind)
+    return norm, torch.linalg.vector_norm(grad.detach(), float("inf"), dtype=kind)

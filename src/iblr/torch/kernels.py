@@ -1,0 +1,277 @@
+"""One launch for all parameters of a GPU: the host's side of `iblr.torch.triton_kernels`.
+
+A table with a row a parameter goes to the device before every launch. What does not change from
+step to step (the addresses of the state, sizes, the pieces of work) is kept between steps.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from iblr.torch.layout import flat_like, local
+from iblr.torch.noise import streams
+from iblr.torch.rules import Numbers, Rule, icml2020, ivon, numbers
+from iblr.torch.slots import Sample, Slot
+
+CHUNK, BLOCK, WARPS = 4096, 512, 4
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NUMBERS = (
+    "root_ess",
+    "per_ess",
+    "gain1",
+    "gain2",
+    "decay",
+    "centre",
+    "rate",
+    "rate_decay",
+    "radius",
+)
+_STATE = ("mean", "momentum", "precision", "prior_mean", "prior_precision")
+
+
+def fits(parameter: Tensor, rule: Rule | None = None) -> bool:
+    """Whether the kernels can take a step of it."""
+    return (
+        parameter.is_cuda
+        and rule in (None, ivon, icml2020)
+        and parameter.dtype in _DTYPES
+        and _has_triton()
+    )
+
+
+def share_steps(slots: Sequence[Slot]) -> None:
+    """Let the counts of steps of a device's parameters be one tensor, counted up at once."""
+    by_device: dict[torch.device, list[Slot]] = {}
+    for slot in slots:
+        if fits(slot.parameter):
+            by_device.setdefault(slot.parameter.device, []).append(slot)
+    for some in by_device.values():
+        together = torch.stack([slot.state["step"] for slot in some])
+        for slot, step in zip(some, together.unbind(), strict=True):
+            slot.state["step"] = step
+
+
+class Fused:
+    """All parameters of a device and dtype by one kernel."""
+
+    def __init__(self):
+        self._batches: dict[int, tuple[Sequence[Slot], list[_Batch]]] = {}
+
+    def draw(self, slots: Sequence[Slot], sample: Sample) -> None:
+        """Samples into the weights."""
+        for batch in self._batched(slots):
+            batch.fill(sample)
+            batch.launch("draw", WEIGHTS=_triton_dtype(batch.dtype))
+            batch.note_written()
+
+    def takes_at_once(self, slots: Sequence[Slot], path: Any) -> bool:
+        """Whether one launch does it."""
+        return path is self and len(self._batched(slots)) == 1
+
+    def any_nonfinite(
+        self, slots: Sequence[Slot], sample: Sample, following: Sample | None
+    ) -> Tensor:
+        """Prepare a step; 1 if a gradient is not finite, otherwise 0, on the device."""
+        found = torch.zeros((), device=slots[0].parameter.device)
+        for batch in self._batched(slots):
+            batch.fill_grads()
+            batch.fill(sample, following)
+            batch.launch("find_nonfinite", found, GRAD=_triton_dtype(batch.grads[0].dtype))
+        return found
+
+    def advance(
+        self,
+        rule: Rule,
+        slots: Sequence[Slot],
+        curved: Sequence[Tensor | None],
+        sample: Sample,
+        following: Sample | None,
+        refused: Tensor | bool = False,
+    ) -> None:
+        """A step of every parameter, and the mean or the following sample into the weights."""
+        for batch in self._batched(slots):
+            flag = refused
+            if not isinstance(flag, Tensor):
+                flag = torch.zeros((), device=batch.device)
+            if not batch.grads:
+                batch.fill_grads()
+                batch.fill(sample, following)
+            has_curved = curved[0] is not None
+            if has_curved:
+                by_slot = dict(zip(slots, curved, strict=True))
+                batch.fill_curved([by_slot[slot] for slot in batch.slots])
+            batch.launch(
+                "advance",
+                flag,
+                WEIGHTS=_triton_dtype(batch.dtype),
+                GRAD=_triton_dtype(batch.grads[0].dtype),
+                ICML2020=rule is icml2020,
+                HAS_CURVED=has_curved,
+                HAS_PRIOR_MEAN="prior_mean" in batch.slots[0].state,
+                HAS_PRIOR_PRECISION="prior_precision" in batch.slots[0].state,
+                PREFETCH=following is not None,
+            )
+            batch.grads = []
+            batch.note_written()
+            batch.count(flag)
+
+    def _batched(self, slots: Sequence[Slot]) -> "list[_Batch]":
+        """Parameters that one launch can take; found anew for a list not seen before."""
+        known = self._batches.get(id(slots))
+        if known is None or known[0] is not slots:
+            kinds: dict[tuple[Any, ...], list[Slot]] = {}
+            for slot in slots:
+                here = local(slot.parameter)
+                grad = slot.parameter.grad
+                kind = (
+                    here.device,
+                    here.dtype,
+                    None if grad is None else grad.dtype,
+                    "prior_mean" in slot.state,
+                    "prior_precision" in slot.state,
+                )
+                kinds.setdefault(kind, []).append(slot)
+            known = slots, [_Batch(some) for some in kinds.values()]
+            self._batches[id(slots)] = known
+        return known[1]
+
+
+class _Batch:
+    """Parameters of one device and dtype, and their table."""
+
+    def __init__(self, slots: Sequence[Slot]):
+        kernels = _kernels()
+        self.slots = slots
+        self.column = {name: index for index, name in enumerate(kernels.FIELDS)}
+        here = [local(slot.parameter) for slot in slots]
+        self.device, self.dtype = here[0].device, here[0].dtype
+        self.table = np.zeros((len(slots), len(kernels.FIELDS)), dtype=np.int64)
+        self.table[:, self.column["size"]] = [one.numel() for one in here]
+        self.table[:, self.column["steps"]] = [slot.state["step"].data_ptr() for slot in slots]
+        for name in _STATE:
+            if name in slots[0].state:
+                pointers = [local(slot.state[name]).data_ptr() for slot in slots]
+                self.table[:, self.column[name]] = pointers
+        pieces = [-(-one.numel() // CHUNK) for one in here]
+        tensors = np.repeat(np.arange(len(slots)), pieces)
+        places = np.concatenate([np.arange(count) for count in pieces])
+        chunks = np.stack([tensors, places], axis=1).astype(np.int32)
+        self.programs = len(chunks)
+        self.chunks = torch.from_numpy(chunks).to(self.device)
+        self.numbers = np.array([slot.number for slot in slots])
+        self.first = np.array([slot.first for slot in slots])
+        base = slots[0].state["step"]._base
+        self.steps = base if base is not None and len(base) == len(slots) else None
+        self.sharded = any(isinstance(slot.parameter, DTensor) for slot in slots)
+        self.grads: list[Tensor] = []
+        groups = {id(slot.group): slot.group for slot in slots}
+        place = {name: index for index, name in enumerate(groups)}
+        self.groups = list(groups.values())
+        self.group_of = [place[id(slot.group)] for slot in slots]
+        self._numbers: list[Numbers] = []
+
+    def weights(self) -> list[Tensor]:
+        every = [slot.parameter for slot in self.slots]
+        return [local(one) for one in every] if self.sharded else every
+
+    def fill(self, sample: Sample, following: Sample | None = None) -> None:
+        """Whatever changes from step to step but gradients, and the table onto the device."""
+        self._fill("weights", [one.data_ptr() for one in self.weights()])
+        self._fill_streams("key", sample)
+        if following is not None:
+            self._fill_streams("next_key", following)
+        self._fill_numbers()
+        self._upload()
+
+    def fill_grads(self) -> None:
+        """Gradients, in the order of memory of the weights; kept until the step was taken."""
+        grads: list[Any] = [slot.parameter.grad for slot in self.slots]
+        if self.sharded:
+            grads = [local(grad) for grad in grads]
+        self.grads = [
+            grad if grad.stride() == one.stride() else flat_like(grad, one)
+            for grad, one in zip(grads, self.weights(), strict=True)
+        ]
+        self._fill("grad", [grad.data_ptr() for grad in self.grads])
+
+    def fill_curved(self, curved: Sequence[Any]) -> None:
+        """The mean of eps g over samples."""
+        self._fill("curved", [one.data_ptr() for one in curved])
+        self._upload()
+
+    def launch(self, name: str, *arguments: Tensor, **options: Any) -> None:
+        """One of the kernels."""
+        if self.programs:
+            getattr(_kernels(), name)[(self.programs,)](
+                self._on_device,
+                self.chunks,
+                *arguments,
+                ALIGNED=self._aligned,
+                CHUNK=CHUNK,
+                BLOCK=BLOCK,
+                num_warps=WARPS,
+                **options,
+            )
+
+    def count(self, refused: Tensor) -> None:
+        """One step more, unless it was refused."""
+        accepted = 1.0 - refused
+        if self.steps is not None:
+            self.steps += accepted
+        else:
+            steps = [slot.state["step"] for slot in self.slots]
+            torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
+                steps, [accepted] * len(steps)
+            )
+
+    def note_written(self) -> None:
+        """Tell autograd that the parameters changed."""
+        torch.autograd.graph.increment_version(self.weights())
+
+    def _fill_streams(self, name: str, sample: Sample) -> None:
+        column = self.column[name]
+        place = sample.place(self.slots[0].group["seed"])
+        self.table[:, column : column + 2] = streams(place, self.numbers, self.first)
+
+    def _fill_numbers(self) -> None:
+        found = [numbers(group, 1) for group in self.groups]
+        if found == self._numbers:
+            return
+        self._numbers = found
+        rows = np.array([[getattr(one, name) for name in _NUMBERS] for one in found])
+        self.table[:, self.column["root_ess"] :] = rows[self.group_of].view(np.int64)
+
+    def _upload(self) -> None:
+        self._aligned = not (self.table[:, : self.column["steps"]] % 16).any()
+        table = torch.from_numpy(self.table)
+        if self.device.type == "cuda":
+            table = table.pin_memory().to(self.device, non_blocking=True)
+        self._on_device = table
+
+    def _fill(self, name: str, values: Sequence[int]) -> None:
+        self.table[:, self.column[name]] = values
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _kernels() -> Any:
+    from iblr.torch import triton_kernels
+
+    return triton_kernels
+
+
+def _triton_dtype(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[
+        dtype
+    ]

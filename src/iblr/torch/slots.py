@@ -1,0 +1,82 @@
+"""A parameter with its state, and which sample of it is meant."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from iblr.torch.layout import first_index, flat, flat_like
+from iblr.torch.noise import streams
+
+
+class Sample(NamedTuple):
+    """One of a training step, or one for predictions made after so many steps."""
+
+    training: bool
+    step: int
+    number: int
+
+    def place(self, seed: int) -> tuple[int, ...]:
+        """What its noise is a function of, besides parameter and entry."""
+        return seed, int(self.training), self.step, self.number
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Slot:
+    """A parameter of an optimiser.
+
+    Attributes:
+        group: its group.
+        number: its place among all parameters.
+        parameter: holds the mean or a sample.
+        state: mean, momentum, precision s (q has the precision ess s) and step, in float32, or
+            float64 for weights of float64; prior_mean and prior_precision if they differ by entry.
+        first: index, in the whole parameter, of what is in this process.
+        written: version and address of the parameter when it was last written to by us.
+    """
+
+    group: dict[str, Any]
+    number: int
+    parameter: Tensor
+    state: dict[str, Any]
+    first: int
+    written: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, group: dict[str, Any], number: int, parameter: Tensor, state: Any) -> "Slot":
+        """That of a parameter."""
+        return cls(group, number, parameter, state, first_index(parameter))
+
+
+class Cell(NamedTuple):
+    """A parameter and all that a step of it reads or writes, as flat views of memory."""
+
+    weights: Tensor
+    mean: Tensor
+    momentum: Tensor
+    precision: Tensor
+    prior_mean: Tensor | None
+    prior_precision: Tensor | None
+    grad: Tensor | None
+    curved: Tensor | None
+
+    def part(self, entries: slice) -> "Cell":
+        """Some of the entries."""
+        return Cell(*(None if one is None else one[entries] for one in self))  # pyright: ignore
+
+
+def cell_of(slot: Slot, curved: Tensor | None = None) -> Cell:
+    """The views of a slot."""
+    state, grad = slot.state, slot.parameter.grad
+    names = ("mean", "momentum", "precision", "prior_mean", "prior_precision")
+    tensors = [flat(state[name]) if name in state else None for name in names]
+    gradient = None if grad is None else flat_like(grad, slot.parameter)
+    return Cell(flat(slot.parameter), *tensors, gradient, curved)  # pyright: ignore
+
+
+def stream_of(slots: Sequence[Slot], sample: Sample) -> np.ndarray:
+    """Keys and offsets of their noise."""
+    place = sample.place(slots[0].group["seed"])
+    return streams(place, [slot.number for slot in slots], [slot.first for slot in slots])
