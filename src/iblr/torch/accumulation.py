@@ -7,11 +7,13 @@ scaler) scales the second as well: the factor is read off two norms. A change th
 cannot be carried over and raises.
 """
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from iblr.torch.layout import flat_like
 
@@ -66,26 +68,30 @@ class Accumulation:
             return
         if grad is None:
             del self.curved[parameter]
-        elif (grad is not left.grad) or grad._version != left.version:
-            self.curved[parameter] *= left.factor(grad)
+            return
+        factor = left.factor(grad)
+        if factor == 0:  # and what it would be multiplied with may not be finite
+            self.curved[parameter].zero_()
+        elif factor != 1:
+            self.curved[parameter] *= factor
 
 
 class _Left(NamedTuple):
-    grad: Tensor
-    version: int
-    norm: Tensor
-    largest: Tensor
+    norm: float
+    largest: float
 
     @classmethod
     def of(cls, grad: Tensor) -> "_Left":
-        return cls(grad, grad._version, *_norms(grad))
+        return cls(*_norms(grad))
 
-    def factor(self, grad: Tensor) -> Tensor:
+    def factor(self, grad: Tensor) -> float:
         norm, largest = _norms(grad)
-        if not norm > 0:
-            return torch.zeros_like(norm)
-        factor = norm / self.norm
-        if abs(largest / self.largest - factor) > 1e-2 * factor:
+        if norm == self.norm:
+            return 1.0
+        if norm == 0:
+            return 0.0
+        factor = norm / self.norm if self.norm else math.inf
+        if factor == math.inf or abs(largest / self.largest - factor) > 1e-2 * factor:
             raise RuntimeError(
                 "IVON.step(): gradients were changed, and not by one factor, after the blocks of "
                 "sampled_params(train=True). With mc_samples > 1 this cannot be carried over to "
@@ -94,7 +100,9 @@ class _Left(NamedTuple):
         return factor
 
 
-def _norms(grad: Tensor) -> tuple[Tensor, Tensor]:
+def _norms(grad: Tensor) -> tuple[float, float]:
     kind = torch.promote_types(grad.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(grad.detach(), dtype=kind)
-    return norm, torch.linalg.vector_norm(grad.detach(), float("inf"), dtype=kind)
+    orders = (2.0, math.inf)
+    norms = [torch.linalg.vector_norm(grad.detach(), order, dtype=kind) for order in orders]
+    first, second = (n.full_tensor() if isinstance(n, DTensor) else n for n in norms)
+    return float(first), float(second)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from iblr.torch.accumulation import Accumulation
 from iblr.torch.layout import flat_like
 from iblr.torch.mean_field import MeanFieldOptimizer
-from iblr.torch.rules import Rule, vadam, vogn
+from iblr.torch.rules import Number, Rule, vadam, vogn
 from iblr.torch.slots import Slot
 
 
@@ -31,15 +31,15 @@ class Vadam(MeanFieldOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor,
-        ess: float,
+        lr: Number | Tensor,
+        ess: Number,
         *,
-        hess_init: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 1e-4,
-        clip_radius: float = float("inf"),
-        prior_mean: float | Sequence[Tensor] | None = None,
-        prior_precision: float | Sequence[Tensor] | None = None,
+        hess_init: Number = 1.0,
+        betas: tuple[Number, Number] = (0.9, 0.999),
+        weight_decay: Number = 1e-4,
+        clip_radius: Number = float("inf"),
+        prior_mean: Number | Sequence[Tensor] | None = None,
+        prior_precision: Number | Sequence[Tensor] | None = None,
         seed: int = 0,
         compiled: bool | None = None,
     ):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from iblr.torch.mean_field import MeanFieldOptimizer
-from iblr.torch.rules import Rule, icml2020, ivon
+from iblr.torch.rules import Number, Rule, icml2020, ivon
 
 
 class IVON(MeanFieldOptimizer):
@@ -54,17 +54,17 @@ class IVON(MeanFieldOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor,
-        ess: float,
+        lr: Number | Tensor,
+        ess: Number,
         *,
-        hess_init: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.99999),
-        weight_decay: float = 1e-4,
+        hess_init: Number = 1.0,
+        betas: tuple[Number, Number] = (0.9, 0.99999),
+        weight_decay: Number = 1e-4,
         variant: Literal["ivon", "icml2020"] = "ivon",
         mc_samples: int = 1,
-        clip_radius: float = math.inf,
-        prior_mean: float | Sequence[Tensor] | None = None,
-        prior_precision: float | Sequence[Tensor] | None = None,
+        clip_radius: Number = math.inf,
+        prior_mean: Number | Sequence[Tensor] | None = None,
+        prior_precision: Number | Sequence[Tensor] | None = None,
         rescale_lr: bool | None = None,
         prefetch_sample: bool = False,
         seed: int = 0,

@@ -23,7 +23,7 @@ from iblr.torch.noise import normal
 from iblr.torch.paths import Loop, can_compile
 from iblr.torch.posterior import MeanField
 from iblr.torch.refusals import Refusals
-from iblr.torch.rules import Rule, decay
+from iblr.torch.rules import Number, Rule, decay
 from iblr.torch.saving import MeanSaver
 from iblr.torch.slots import Sample, Slot, stream_of
 
@@ -52,8 +52,8 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
         prefetch_sample: bool,
         seed: int,
         compiled: bool | None,
-        prior_mean: float | Sequence[Tensor] | None,
-        prior_precision: float | Sequence[Tensor] | None,
+        prior_mean: Number | Sequence[Tensor] | None,
+        prior_precision: Number | Sequence[Tensor] | None,
     ):
         if not isinstance(mc_samples, int) or mc_samples < 1:
             raise ValueError(f"{self._name}(mc_samples={mc_samples}): give 1 or more samples.")
@@ -493,7 +493,7 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group[name] = value
 
-    def _set_prior(self, name: str, value: float | Sequence[Tensor] | None) -> None:
+    def _set_prior(self, name: str, value: Number | Sequence[Tensor] | None) -> None:
         if value is None or isinstance(value, int | float):
             return
         places = [parameter for group in self.param_groups for parameter in group["params"]]

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+Number = int | float
+
 LARGEST = torch.finfo(torch.float32).max
 
 
