@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import slow
 from torch_helpers import classification, network, small_ivon, train
 
 from iblr.torch import paths
@@ -97,23 +98,26 @@ COMPILED = """
 import torch
 from torch_helpers import classification, network, small_ivon, train
 
-for settings in ({}, {"variant": "icml2020", "prefetch_sample": True}):
-    found = []
-    for compiled in (False, True):
-        model, (x, y) = network(), classification()
-        optimizer = small_ivon(model, compiled=compiled, **settings)
-        train(model, optimizer, x, y, 5)
-        found.append([*optimizer.posterior().mean, *optimizer.posterior().precision])
-    for plain, fast in zip(*found):
-        torch.testing.assert_close(plain, fast, rtol=1e-4, atol=1e-6)
+settings = {SETTINGS}
+found = []
+for compiled in (False, True):
+    model, (x, y) = network(), classification()
+    optimizer = small_ivon(model, compiled=compiled, **settings)
+    train(model, optimizer, x, y, 5)
+    found.append([*optimizer.posterior().mean, *optimizer.posterior().precision])
+for plain, fast in zip(*found):
+    torch.testing.assert_close(plain, fast, rtol=1e-4, atol=1e-6)
 print("agreed")
 """
 
 
 @pytest.mark.skipif(not paths.can_compile(), reason="torch.compile needs a C++ compiler")
-def test_compiled_steps_agree_with_plain_ones():
+@pytest.mark.parametrize(
+    "settings", [{}, slow({"variant": "icml2020", "prefetch_sample": True, "mc_samples": 2})]
+)
+def test_compiled_steps_agree_with_plain_ones(settings):
     """In a process without the checks of types, through which PyTorch's compiler does not see."""
-    assert _printed(COMPILED) == "agreed"
+    assert _printed(COMPILED.replace("{SETTINGS}", repr(settings))) == "agreed"
 
 
 def test_large_networks_are_compiled_where_there_is_a_compiler(monkeypatch):

@@ -16,9 +16,13 @@ def master(parameter: Tensor) -> torch.dtype:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """All its entries in the order of memory, as a view; of the part in this process."""
-    here = local(tensor.detach())
-    return here.as_strided((here.numel(),), (1,))
+    """All its entries in the order of memory, as a view; of the part in this process.
+
+    A view autograd knows nothing of: a compiler would compile anew for every shape of its base.
+    """
+    here = local(tensor)
+    shared = torch.empty(0, dtype=here.dtype, device=here.device)
+    return shared.set_(here.untyped_storage(), here.storage_offset(), (here.numel(),), (1,))
 
 
 def flat_like(tensor: Tensor, parameter: Tensor) -> Tensor:

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 import torch._inductor.config as inductor
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from iblr.torch.layout import local
 from iblr.torch.noise import normal, normal_quotient
 from iblr.torch.rules import Moved, Numbers, Prior, Rule, numbers
 from iblr.torch.slots import Cell, Sample, Slot, cell_of, stream_of
@@ -77,6 +79,7 @@ class Loop:
             for part in self._parts(cell):
                 one = cell.part(part)
                 run(one.weights, one.mean, one.precision, root_ess, _begin(stream, part, one.mean))
+            increment_version(local(slot.parameter))
 
     def advance(
         self,
@@ -101,6 +104,7 @@ class Loop:
                 after = None if then is None else _begin(then[index], part, cell.mean)
                 run(tuple(cell.part(part)), constants, begin, after)
             steps += 1
+            increment_version(local(slot.parameter))
 
     def _parts(self, cell: Cell) -> Iterator[slice]:
         size = cell.mean.shape[0]
