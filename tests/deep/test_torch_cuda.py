@@ -65,6 +65,7 @@ def test_gradients_that_are_not_finite_refuse_the_step():
             train(model, optimizer, x, y, 8)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_does_not_wait_for_the_gpu():
     model, optimizer = trained("cuda", prefetch_sample=True)
     x, y = (one.cuda() for one in classification())

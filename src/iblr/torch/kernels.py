@@ -20,6 +20,7 @@ from iblr.torch.rules import Numbers, Rule, icml2020, ivon, numbers
 from iblr.torch.slots import Sample, Slot
 
 CHUNK, BLOCK, WARPS = 4096, 512, 4
+ASYNCHRONOUS = 2**16  # bytes up to which CUDA copies from any memory without waiting
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NUMBERS = (
     "root_ess",
@@ -175,6 +176,7 @@ class _Batch:
         self.groups = list(groups.values())
         self.group_of = [place[id(slot.group)] for slot in slots]
         self._numbers: list[Numbers] = []
+        self._latest: tuple[Any, Any] = (None, None)  # the next step's noise is computed once
 
     def weights(self) -> list[Tensor]:
         every = [slot.parameter for slot in self.slots]
@@ -237,7 +239,9 @@ class _Batch:
     def _fill_streams(self, name: str, sample: Sample) -> None:
         column = self.column[name]
         place = sample.place(self.slots[0].group["seed"])
-        self.table[:, column : column + 2] = streams(place, self.numbers, self.first)
+        if place != self._latest[0]:
+            self._latest = place, streams(place, self.numbers, self.first)
+        self.table[:, column : column + 2] = self._latest[1]
 
     def _fill_numbers(self) -> None:
         found = [numbers(group, 1) for group in self.groups]
@@ -251,7 +255,9 @@ class _Batch:
         self._aligned = not (self.table[:, : self.column["steps"]] % 16).any()
         table = torch.from_numpy(self.table)
         if self.device.type == "cuda":
-            table = table.pin_memory().to(self.device, non_blocking=True)
+            if self.table.nbytes > ASYNCHRONOUS:
+                table = table.pin_memory()
+            table = table.to(self.device, non_blocking=True)
         self._on_device = table
 
     def _fill(self, name: str, values: Sequence[int]) -> None:
@@ -263,12 +269,14 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@functools.cache
 def _kernels() -> Any:
     from iblr.torch import triton_kernels
 
     return triton_kernels
 
 
+@functools.cache
 def _triton_dtype(dtype: torch.dtype) -> Any:
     import triton.language as tl
 

@@ -136,10 +136,10 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
                 f"since the last step; with mc_samples={self.mc_samples} it needs a multiple."
             )
         live = [slot for slot in self._trained() if slot.parameter.grad is not None]
-        for slot in live:
-            if slot.parameter.grad.is_sparse:  # pyright: ignore
-                raise RuntimeError(f"{self._name}.step(): sparse gradients are not supported.")
-            if self.mc_samples > 1:
+        if any(slot.parameter.grad.is_sparse for slot in live):  # pyright: ignore
+            raise RuntimeError(f"{self._name}.step(): sparse gradients are not supported.")
+        if gathered.curved:
+            for slot in live:
                 gathered.settle(slot.parameter)
         self._advance(live)
         self._accumulation = Accumulation()

@@ -217,7 +217,7 @@ def _advance(
     gain1, gain2 = _number(row, _GAIN1), _number(row, _GAIN2)
     rate, rate_decay = _number(row, _RATE), _number(row, _RATE_DECAY)
     radius = _number(row, _RADIUS)
-    delta, centre = _number(row, _DECAY), _number(row, _CENTRE)
+    one_delta, one_centre = _number(row, _DECAY), _number(row, _CENTRE)
     # 1 - b^k in double: for b near 1 it is far below float32's resolution of 1.
     k = tl.load(_pointer(row, _STEPS, tl.float32, False)).to(tl.float64) + 1.0
     exact1 = tl.load(row + _GAIN1).to(tl.float64, bitcast=True)
@@ -238,12 +238,17 @@ def _advance(
         mu = _load(means, index, size, FULL, 0.0)
         m = _load(momenta, index, size, FULL, 0.0)
         s = _load(precisions, index, size, FULL, 1.0)
+        # A name of the outside given another shape in a loop would not compile.
         if HAS_PRIOR_PRECISION:
-            precision = _pointer(row, _PRIOR_PRECISION, tl.float32, ALIGNED)
-            delta = _load(precision, index, size, FULL, 1.0) * per_ess
+            prior_precisions = _pointer(row, _PRIOR_PRECISION, tl.float32, ALIGNED)
+            delta = _load(prior_precisions, index, size, FULL, 1.0) * per_ess
+        else:
+            delta = one_delta
         if HAS_PRIOR_MEAN:
             prior_means = _pointer(row, _PRIOR_MEAN, tl.float32, ALIGNED)
             centre = _load(prior_means, index, size, FULL, 0.0)
+        else:
+            centre = one_centre
         if HAS_CURVED:
             curved = _load(_pointer(row, _CURVED, tl.float32, ALIGNED), index, size, FULL, 0.0)
         else:
