@@ -47,6 +47,7 @@ ORDER = [
     "iblr.rule",
     "iblr.diagnostics",
     "iblr.metrics",
+    "iblr.calibration",
     "iblr.posterior",
     "iblr.history",
     "iblr.loop",

@@ -5,6 +5,7 @@ Positive-Definite Constraint in the Bayesian Learning Rule", ICML 2020 ([LSK20] 
 """
 
 from iblr import baselines as baselines
+from iblr import calibration as calibration
 from iblr import datasets as datasets
 from iblr import geometry as geometry
 from iblr.diagnostics import elbo as elbo
