@@ -106,6 +106,8 @@ ORDER = [
     "iblr.reproduce.factor_model",
     "iblr.reproduce.gallery",
     "iblr.reproduce.mixture_of_t",
+    "iblr.reproduce.networks",
+    "iblr.reproduce.training",
     "iblr.reproduce.experiments",
     "iblr.reproduce.experiments.toy_logistic",
     "iblr.reproduce.experiments.beta_binomial",

@@ -48,3 +48,10 @@ def confirmed(holds: bool, enough: bool) -> bool | None:
 def verdict(holds: bool, *values: ArrayLike) -> bool | None:
     """Whether a claim about these values holds; None where one of them was not run."""
     return None if any(np.isnan(np.asarray(value)).any() for value in values) else bool(holds)
+
+
+def mean_sd(values: ArrayLike, decimals: int) -> str:
+    """The mean, and the standard deviation where there are several."""
+    values = np.asarray(values, float).ravel()
+    middle = f"{values.mean():.{decimals}f}"
+    return middle if len(values) == 1 else f"{middle} ± {values.std(ddof=1):.{decimals}f}"
