@@ -195,7 +195,7 @@ def manual() -> tuple[str, str]:
 
 
 def characters(shape: Shape, batch: int, rows: int | None = None) -> Material:
-    """Pieces of the manual that do not overlap; `rows` of them at most, a quarter to validate."""
+    """Pieces of the manual that do not overlap; `rows` of them at most, a tenth to validate."""
     train, validation = manual()
     alphabet = {c: i for i, c in enumerate(sorted(set(train) | set(validation)))}
 
@@ -207,7 +207,7 @@ def characters(shape: Shape, batch: int, rows: int | None = None) -> Material:
         return x[:rows], y[:rows]
 
     init = partial(transformer_init, shape=shape, characters=len(alphabet))
-    few = None if rows is None else rows // 4
+    few = None if rows is None else rows // HELD_OUT
     parts = cut(train, rows), cut(validation, few)
     return Material(init, partial(transformer, shape), *parts, batch)
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from iblr import calibration
 from iblr.optax import grad_and_squares, posterior, sample_params
@@ -53,7 +53,7 @@ class Trainer:
     """
 
     name: str
-    make: Callable[[optax.Schedule, float], Any]
+    make: Callable[[optax.Schedule, ArrayLike], Any]
     grid: tuple[float, ...]
     words: str
     bayesian: bool = False
@@ -71,9 +71,9 @@ class Fit(NamedTuple):
 class Numbers(NamedTuple):
     """What differs between runs: the first learning rate, the steps of all epochs, the labels."""
 
-    rate: float
-    steps: float
-    ess: float
+    rate: ArrayLike
+    steps: ArrayLike
+    ess: ArrayLike
 
 
 class Progress(NamedTuple):

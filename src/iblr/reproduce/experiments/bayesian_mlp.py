@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import optax
+from jaxtyping import ArrayLike
 
 import iblr
 from iblr.datasets import DataError, MissingDataError
@@ -28,7 +29,7 @@ TINY = Shape(context=32, width=32, heads=2, layers=1)
 SMALL = Shape(context=128, width=192, heads=6, layers=4)
 
 
-def _sgd(schedule: optax.Schedule, ess: float) -> Any:
+def _sgd(schedule: optax.Schedule, ess: ArrayLike) -> Any:
     return optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(schedule, momentum=0.9))
 
 
@@ -458,8 +459,8 @@ SETTINGS = (
 NOTES = (
     "The paper gives the network, the minibatch of 128 and the split, but no activation, learning "
     "rate, decay rates, prior, number of epochs or draws; there is no published code of it.",
-    "Nothing was chosen on validation data. Fixed settings are from short runs on a part of the "
-    "training set of Fashion-MNIST.",
+    "Nothing was chosen on validation data. Fixed settings are from a few short runs of smaller "
+    "networks on parts of the training sets.",
     "Images are scaled to mean zero and variance one, and not augmented.",
 )
 
