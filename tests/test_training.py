@@ -151,7 +151,7 @@ def test_learning_rates_are_tried_without_the_rows_they_are_judged_on(tmp_path):
     material = dataclasses.replace(
         MATERIAL, train=(spoilt, y), validation=(nowhere, MATERIAL.validation[1])
     )
-    train = training.prepared(ADAMW, material)
+    train = training.prepared(ADAMW, material, 1)
     rows = material.rows(True)
     numbers = training.Numbers(1e-2, 9.0, material.ess(rows))
     key = jax.random.key(0)
@@ -189,9 +189,31 @@ def test_the_whole_experiment_runs_through_with_every_optimiser(tmp_path, monkey
 
 @pytest.mark.slow
 def test_vogn_learns_too(tmp_path):
-    trainer = Trainer("VOGN", lambda s, ess: vogn(s, ess), (0.1, 0.3), "", True, 32)
+    trainer = Trainer("VOGN", lambda s, ess: vogn(s, ess), (0.1, 0.3), "", True, True)
     found = execute(task(trainer), tmp_path)
     assert (found["nll"][-1] < found["nll"][0]).all()
+
+
+def test_the_time_of_an_epoch_is_that_of_the_faster_size_of_chunks(monkeypatch, tmp_path):
+    now, runs = 0.0, []
+
+    def part(trainer, chunk):
+        def run():
+            nonlocal now
+            runs.append((trainer.name, chunk))
+            now += {32: 4.0, 4: 2.0, 1: 0.5}[chunk]
+
+        return run
+
+    vogn_like = dataclasses.replace(ADAMW, name="VOGN", squares=True)
+    sizes = lambda trainer, material: (32, 4) if trainer.squares else (1,)  # noqa: E731
+    monkeypatch.setattr(training, "chunks", sizes)
+    monkeypatch.setattr(training, "_ready", lambda t, material, chunk, steps: part(t, chunk))
+    monkeypatch.setattr(training.time, "perf_counter", lambda: now)
+    timing = training.Timing("time", (vogn_like, ADAMW), lambda: MATERIAL, "")
+    found = timing.execute(Monitor(tmp_path, lambda share, text: None))["seconds_an_epoch"]
+    assert (found == [2.0, 0.5]).all() and found.shape == (training.ROUNDS, 2)
+    assert runs[:3] == [("VOGN", 32), ("VOGN", 4), ("AdamW", 1)]
 
 
 # What the experiment shows.

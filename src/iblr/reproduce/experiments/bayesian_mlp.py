@@ -58,7 +58,7 @@ TRAINERS = (
         (0.03, 0.1, 0.3, 1.0),
         "vogn(hess_init=1, b1=0.9, b2=0.999, weight_decay=2e-4)",
         bayesian=True,
-        chunk=BATCH,
+        squares=True,
     ),
     Trainer(
         "AdamW",
@@ -196,7 +196,7 @@ def tasks(plan: Plan) -> list[Any]:
                 source.epochs,
                 source.trial_epochs,
                 DRAWS,
-                source.effort * (1 if trainer.chunk is None else 3),
+                source.effort * (3 if trainer.squares else 1),
                 plan.limit,
             )
             for trainer in source.trainers
@@ -453,6 +453,8 @@ SETTINGS = (
     ("Learning rates", "from a grid of four for every method, by the NLL on a tenth of the "
      "training set held out; then all of the training set; falling to zero along a cosine"),
     ("ess", "the number of labels to train on"),
+    ("Time of VOGN", "gradients of single examples by `grad_and_squares`, at the faster of two "
+     "sizes of chunks; one example at once on a CPU"),
     ("Draws", f"one of the weights a minibatch to train, {DRAWS} to predict"),
     ("ECE", "15 bins of equal width"),
 )  # fmt: skip
