@@ -26,10 +26,10 @@ test-slow: $(INSTALLED) ## run the tests marked slow
 
 TORCH := $(VENV)/.torch
 $(TORCH): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e '.[torch-test]'
+	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e '.[torch-test,recipes]'
 	touch $@
 
-test-torch: $(TORCH) ## install PyTorch and run the tests of iblr.torch
+test-torch: $(TORCH) ## install PyTorch, run the tests of iblr.torch and the recipes
 	$(BIN)/pytest -n 2 --dist loadfile tests/deep
 
 CHROMIUM := /usr/bin/chromium

@@ -28,6 +28,13 @@ def blocks(page):
         yield "\n" * text.count("\n", 0, match.start(2)) + match.group(2)
 
 
+def run(page, pieces):
+    """Pieces of a page's code, one after the other, in one namespace."""
+    namespace = {"__name__": f"page_{page.stem}"}
+    for code in pieces:
+        exec(compile(code, str(page), "exec"), namespace)
+
+
 @pytest.mark.parametrize(
     "page",
     [
@@ -37,14 +44,17 @@ def blocks(page):
 )
 def test_the_code_of_a_page_runs_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    namespace = {"__name__": f"page_{page.stem}"}
-    for code in blocks(page):
-        exec(compile(code, str(page), "exec"), namespace)
+    run(page, blocks(page))
     assert not list(tmp_path.iterdir()), f"{page.name} leaves files behind"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_no_block_of_a_page_is_overlooked(page):
+    assert_all_found(page)
+
+
+def assert_all_found(page):
+    """No fence of Python that `blocks` does not give."""
     text = page.read_text(encoding="utf-8")
     fences = re.findall(r"^[ >]*```(.*)$", text, flags=re.MULTILINE)
     assert len(fences) % 2 == 0
@@ -65,6 +75,11 @@ def doctests(module):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_in_docstrings_give_what_they_say(name):
+    run_examples(name)
+
+
+def run_examples(name):
+    """Those of a module, all of them."""
     module = importlib.import_module(name)
     source = Path(module.__file__).read_text(encoding="utf-8")
     tests = doctests(module)
