@@ -53,10 +53,31 @@ def parameters(shapes, device, dtype=torch.float32):
 
 
 def stepping(optimizer) -> Callable[[], None]:
+    """Sample, gradients that are there, mean, step."""
+    params = optimizer.param_groups[0]["params"]
+    gradients = [parameter.grad for parameter in params]
+
     def step():
         with optimizer.sampled_params(train=True):
-            pass
+            for parameter, gradient in zip(params, gradients, strict=True):
+                parameter.grad = gradient
         optimizer.step()
+        for parameter in params:
+            parameter.grad = None
+
+    return step
+
+
+def stepping_adam(params) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(params, fused=True)
+    gradients = [parameter.grad for parameter in params]
+
+    def step():
+        for parameter, gradient in zip(params, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        for parameter in params:
+            parameter.grad = None
 
     return step
 
@@ -74,8 +95,8 @@ def stepping_public(params) -> Callable[[], None] | None:
             for parameter, gradient in zip(params, gradients, strict=True):
                 parameter.grad = gradient
         optimizer.step()
-        for parameter, gradient in zip(params, gradients, strict=True):
-            parameter.grad = gradient
+        for parameter in params:
+            parameter.grad = None
 
     return step
 
@@ -122,14 +143,16 @@ def on_cpu(report: Report, bars: Bars, rounds: int) -> None:
     adam_parameters = parameters(MLP, "cpu")
     size = sum(p.numel() for p in adam_parameters)
     report(f"\nCPU, one thread, {size / 1e6:.2f} M parameters in float32; ms a step")
-    adam = torch.optim.AdamW(adam_parameters, fused=True)
     noise = [torch.empty_like(p, requires_grad=False) for p in adam_parameters]
 
     def normal():
         for tensor in noise:
             tensor.normal_()
 
-    methods: dict[str, Callable[[], None]] = {"fused AdamW": adam.step, "normal_": normal}
+    methods: dict[str, Callable[[], None]] = {
+        "fused AdamW": stepping_adam(adam_parameters),
+        "normal_": normal,
+    }
     if can_compile():
         ours = IVON(parameters(MLP, "cpu"), lr=0.1, ess=50_000, compiled=True)
         methods["IVON"] = stepping(ours)
@@ -180,11 +203,11 @@ def on_gpu(report: Report, bars: Bars, rounds: int) -> None:
     report(f"\nGPU, {size / 1e6:.1f} M parameters; ms a step; a copy moves {speed / 1e12:.2f} TB/s")
     for dtype in (torch.float32, torch.bfloat16):
         width = dtype.itemsize
-        adam = torch.optim.AdamW(parameters(shapes, "cuda", dtype), fused=True)
+        adam = stepping_adam(parameters(shapes, "cuda", dtype))
         ahead = IVON(parameters(shapes, "cuda", dtype), 0.1, 50_000, prefetch_sample=True)
         ours = IVON(parameters(shapes, "cuda", dtype), lr=0.1, ess=50_000)
         methods = {
-            "fused AdamW": adam.step,
+            "fused AdamW": adam,
             "IVON, prefetched": stepping(ahead),
             "IVON": stepping(ours),
         }
@@ -213,19 +236,22 @@ def on_gpu(report: Report, bars: Bars, rounds: int) -> None:
         del adam, ahead, ours, methods, public
         torch.cuda.empty_cache()
         made = parameters(shapes, "cuda", dtype)
+        gradients = [parameter.grad for parameter in made]
         makers = {
-            "fused AdamW": lambda p=made: torch.optim.AdamW(p, fused=True).step,
+            "fused AdamW": lambda p=made: stepping_adam(p),
             "IVON": lambda p=made: stepping(IVON(p, lr=0.1, ess=50_000)),
             "IVON, prefetched": lambda p=made: stepping(IVON(p, 0.1, 50_000, prefetch_sample=True)),
         }
-        if width == 4 and stepping_public(made) is not None:
+        if width == 4 and importlib.util.find_spec("ivon") is not None:
             makers["public IVON"] = lambda p=made: stepping_public(p)
         for name, make in makers.items():
+            for parameter, gradient in zip(made, gradients, strict=True):
+                parameter.grad = gradient
             beyond = peak_beyond(make, 0) / size
             report(f"  {name:20s} {beyond:8.2f} bytes a parameter beyond weights and gradients")
             if name == "IVON":
                 bars.at_most("memory of IVON", beyond, 12 * 1.02)
-        del made, makers
+        del made, makers, gradients
         torch.cuda.empty_cache()
     iterations(report, bars, rounds)
 

@@ -108,6 +108,7 @@ def test_a_step_without_a_sample_is_refused():
     nn.functional.cross_entropy(model(x), y).backward()
     with pytest.raises(RuntimeError, match="sampled_params"):
         optimizer.step()
+    model.zero_grad()
     optimizer = small_ivon(model, mc_samples=3)
     with optimizer.sampled_params(train=True):
         nn.functional.cross_entropy(model(x), y).backward()
@@ -250,12 +251,51 @@ def test_zeroed_gradients_of_a_skipped_step_leave_no_trace(set_to_none):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_training_goes_on_after_a_scaler_skipped_a_step(inside):
+    model, (x, y) = network(), classification()
+    optimizer = small_ivon(model, mc_samples=2)
+    scaler = torch.amp.GradScaler("cpu")
+    for step in range(4):
+        if not inside:
+            optimizer.zero_grad()
+        for _ in range(2):
+            with optimizer.sampled_params(train=True):
+                if inside:
+                    optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(x), y)
+                scaler.scale(loss * (float("inf") if step == 0 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.param_groups[0]["draws"] == 3
+
+
+def test_gradients_from_outside_of_blocks_are_not_mixed_in():
+    x, y = classification()
+    for samples in (1, 2):
+        model = network()
+        optimizer = small_ivon(model, mc_samples=samples)
+        before = weights(model)
+        nn.functional.cross_entropy(model(x), y).backward()
+        with pytest.raises(RuntimeError, match="before the first block"):
+            with optimizer.sampled_params(train=True):
+                nn.functional.cross_entropy(model(x), y).backward()
+        assert same(weights(model), before)
+        for set_to_none in (True, False):
+            optimizer.zero_grad(set_to_none)
+            for _ in range(samples):
+                with optimizer.sampled_params(train=True):
+                    nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+
 def test_gradients_that_are_not_finite_refuse_the_step():
     model, (x, y) = network(), classification()
     optimizer = small_ivon(model)
     train(model, optimizer, x, y, 2)
     kept = copy.deepcopy(optimizer.state_dict()["state"])
     before = weights(model)
+    optimizer.zero_grad()
     for bad in (float("nan"), float("inf")):
         with optimizer.sampled_params(train=True):
             nn.functional.cross_entropy(model(x), y).backward()

@@ -40,6 +40,14 @@ class Work(NamedTuple):
     slots: list[Slot]
 
 
+class Leftover(NamedTuple):
+    """A gradient, how often it had been written to, and its norm then."""
+
+    grad: Tensor
+    version: int
+    norm: Tensor
+
+
 class MeanFieldOptimizer(torch.optim.Optimizer):
     """The common part; use `IVON`, `VOGN` or `Vadam`."""
 
@@ -61,6 +69,7 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
         self.prefetch_sample = prefetch_sample
         self.compiled = compiled
         self._accumulation = Accumulation()
+        self._leftover: list[Leftover] = []
         self._held: Sample | None = None  # what the weights are; None: the mean
         self._inside = False
         self._forget_slots()
@@ -97,6 +106,7 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
             self._begin(train)
             try:
                 yield
+                self._check_leftover()
             except BaseException:
                 self._accumulation.put_back()
                 self._hold(None)
@@ -209,8 +219,9 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and what was gathered with them."""
         super().zero_grad(set_to_none)
-        if not self._inside:
-            self._accumulation = Accumulation()
+        self._leftover = []
+        if not (self._inside and self._accumulation.blocks % self.mc_samples):
+            self._accumulation = Accumulation()  # in a block of a later sample, the earlier stay
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `torch.optim.Optimizer`; the seed and the count of draws are those of the others."""
@@ -252,7 +263,7 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_accumulation" not in self.__dict__:
-            self._accumulation, self._inside = Accumulation(), False
+            self._accumulation, self._inside, self._leftover = Accumulation(), False, []
             self._saver = None
             self._forget_slots()
             self._refusals = Refusals(self._name, self.param_groups[0]["refused"])
@@ -361,9 +372,30 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
         if self.prefetch_sample and self._saver is None:
             self._saver = MeanSaver(self)
         gathered = self._accumulation
+        if not gathered.blocks:
+            self._leftover = self._gradients()
         self._hold(Sample(True, group["draws"], gathered.blocks % self.mc_samples))
         if self.mc_samples > 1 and gathered.blocks:
             gathered.set_aside(slot.parameter for slot in self._trained())
+
+    def _gradients(self) -> "list[Leftover]":
+        """Those that are there before any was taken at a sample."""
+        grads = [s.parameter.grad for s in self._trained() if s.parameter.grad is not None]
+        found = torch._foreach_norm(grads) if grads else []  # pyright: ignore
+        return [Leftover(grad, grad._version, n) for grad, n in zip(grads, found, strict=True)]
+
+    def _check_leftover(self) -> None:
+        """Raise if gradients that were there before the first block were added to."""
+        there = {id(slot.parameter.grad) for slot in self._trained()} if self._leftover else set()
+        leftover, self._leftover = self._leftover, []
+        for grad, version, norm in leftover:
+            if id(grad) in there and grad._version != version and norm != 0:
+                raise RuntimeError(
+                    f"{self._name}: there were gradients before the first block of "
+                    "sampled_params(train=True), and more were added. Taken at the mean, they say "
+                    "nothing of the curvature. Call zero_grad() after every step, and keep all "
+                    "backward passes inside blocks."
+                )
 
     @torch.no_grad()
     def _end(self, train: bool) -> None:
