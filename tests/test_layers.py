@@ -83,6 +83,8 @@ ORDER = [
     "iblr.torch.posterior",
     "iblr.torch.refusals",
     "iblr.torch.saving",
+    "iblr.torch.settings",
+    "iblr.torch.weights",
     "iblr.torch.mean_field",
     "iblr.torch.ivon",
     "iblr.torch.comparison",

@@ -247,7 +247,7 @@ def shown(monkeypatch, ours, seconds, plan, seeds=3):
         "AdamW": fake(1.6, 0.1, 0.54, False, seeds),
         "SGD": fake(1.6, 0.1, 0.54, False, seeds),
     }
-    found = {name: fake(*ours, True, seeds) for name in ("iBLR-adam", "iBLR, our default")}
+    found = {name: fake(*ours, True, seeds) for name in ("iBLR-adam", "IVON")}
     raw = {f"generated {name}": arrays for name, arrays in (found | others).items()}
     raw["generated seconds an epoch"] = {
         "seconds_an_epoch": np.array([seconds] * 3),

@@ -277,7 +277,7 @@ def test_gradients_from_outside_of_blocks_are_not_mixed_in():
         optimizer = small_ivon(model, mc_samples=samples)
         before = weights(model)
         nn.functional.cross_entropy(model(x), y).backward()
-        with pytest.raises(RuntimeError, match="before the first block"):
+        with pytest.raises(RuntimeError, match="not taken at a sample"):
             with optimizer.sampled_params(train=True):
                 nn.functional.cross_entropy(model(x), y).backward()
         assert same(weights(model), before)
@@ -622,6 +622,9 @@ def test_a_posterior_can_be_written_into_a_network():
         ({"prior_precision": -1.0}, "prior_precision"),
         ({"prior_mean": [torch.zeros(3)]}, "1 tensors for 4 parameters"),
         ({"prior_precision": [torch.zeros(1)] * 4}, "shape"),
+        ({"prior_mean": float("nan")}, "prior_mean"),
+        ({"betas": 0.9}, "betas"),
+        ({"ess": 10**400}, "ess"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, words):
@@ -640,10 +643,11 @@ def test_parameters_without_a_distribution_are_refused():
         IVON([nn.Parameter(torch.zeros(4, 4)[:, :2])], lr=0.1, ess=10)
     embedding = nn.Embedding(5, 2, sparse=True)
     optimizer = IVON(embedding.parameters(), lr=0.1, ess=10)
-    with optimizer.sampled_params(train=True):
-        embedding(torch.tensor([1])).sum().backward()
+    before = weights(embedding)
     with pytest.raises(RuntimeError, match="sparse"):
-        optimizer.step()
+        with optimizer.sampled_params(train=True):
+            embedding(torch.tensor([1])).sum().backward()
+    assert same(weights(embedding), before)
     with pytest.raises(ValueError, match="samples=-1"):
         optimizer.predict(embedding, torch.tensor([1]), samples=-1)
 
@@ -655,3 +659,182 @@ def test_an_empty_parameter_and_one_of_a_single_number_are_fine():
         (parameters[1].square() + parameters[0].sum()).backward()
     optimizer.step()
     assert parameters[1] != 1.0
+
+
+def test_a_new_layout_of_memory_takes_the_state_along():
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3)
+    optimizer = IVON(model.parameters(), lr=0.1, ess=1e12)
+    x = torch.randn(2, 3, 8, 8)
+
+    def step():
+        optimizer.zero_grad()
+        with optimizer.sampled_params(train=True):
+            model(x).square().mean().backward()
+        optimizer.step()
+
+    step()
+    before, precision = weights(model), optimizer.posterior().precision
+    saved = copy.deepcopy(optimizer.state_dict())
+    model.to(memory_format=torch.channels_last)
+    assert same([p.contiguous() for p in optimizer.posterior().precision], precision)
+    optimizer.param_groups[0]["lr"] = 0.0
+    step()
+    for a, b in zip(weights(model), before, strict=True):
+        torch.testing.assert_close(a, b)
+    optimizer.load_state_dict(saved)  # contiguous, into weights that are not
+    assert same([w.contiguous() for w in weights(model)], before)
+    model.to(torch.float64)
+    x = x.double()
+    step()
+    assert optimizer.state[model.weight]["mean"].dtype == torch.float64
+    model.weight.data = torch.zeros(4, 3, 3, 6, dtype=torch.float64)[..., :3]
+    with pytest.raises(ValueError, match="gaps in memory"):
+        step()
+
+
+def test_a_parameter_that_is_frozen_on_the_way_holds_the_mean():
+    model, (x, y) = network(), classification()
+    optimizer = small_ivon(model, prefetch_sample=True)
+    train(model, optimizer, x, y, 2)
+    first = model[0].weight
+    mean = optimizer.state[first]["mean"].clone()
+    first.requires_grad_(False)
+    assert torch.equal(model.state_dict()["0.weight"], mean)
+    optimizer.zero_grad()
+    with optimizer.mean_params():
+        assert torch.equal(first, mean)
+    train(model, optimizer, x, y, 1)
+    assert torch.equal(first, mean)
+    with torch.no_grad():
+        first.fill_(0.25)
+    first.requires_grad_(True)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, x, y, 1)
+    assert torch.equal(optimizer.posterior().mean[0], torch.full_like(first, 0.25))
+    with optimizer.sampled_params(train=True):
+        assert not torch.equal(first, torch.full_like(first, 0.25))
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, and a parameter of its own; not called itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode, self.decode = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.decode.weight = self.encode.weight
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def loss(self, x):
+        return (self.decode(self.encode(x).tanh()) * self.scale - x).square().mean()
+
+
+def test_prefetched_weights_are_saved_as_the_mean_wherever_they_are(tmp_path):
+    model = Tied()
+    optimizer = small_ivon(model, prefetch_sample=True)
+    x, _ = classification()
+    for _ in range(2):
+        optimizer.zero_grad()
+        with optimizer.sampled_params(train=True):
+            model.loss(x).backward()
+        optimizer.step()
+    saved = model.state_dict()
+    mean = optimizer.state[model.encode.weight]["mean"]
+    assert not torch.equal(model.encode.weight, mean)
+    assert torch.equal(saved["encode.weight"], mean) and torch.equal(saved["decode.weight"], mean)
+    assert torch.equal(saved["scale"], optimizer.state[model.scale]["mean"])
+    torch.save(model, tmp_path / "model.pt")  # as it is, sample and all
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(again.encode.weight, model.encode.weight)
+
+
+def test_the_mean_comes_back_when_drawing_fails(monkeypatch):
+    from iblr.torch import paths
+
+    model = nn.Sequential(nn.Linear(80, 80), nn.Linear(80, 80))
+    optimizer = small_ivon(model)
+    before, real, calls = weights(model), paths.draw, []
+
+    def failing(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+        real(*arguments)
+
+    monkeypatch.setattr(paths, "draw", failing)
+    with pytest.raises(MemoryError), optimizer.sampled_params():
+        pass
+    assert same(weights(model), before)
+    assert len(calls) == 2
+
+
+def test_the_mean_is_not_asked_for_inside_a_block():
+    model, (x, _) = network(), classification()
+    optimizer = small_ivon(model)
+    with pytest.raises(RuntimeError, match="leave the block"), optimizer.sampled_params(train=True):
+        optimizer.predict(model, x, samples=0)
+
+
+def test_probabilities_are_averaged_in_float32():
+    model = network().to(torch.bfloat16)
+    x, _ = classification()
+    found = small_ivon(model).predict(model, x.to(torch.bfloat16), samples=50)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.sum(-1), torch.ones(64), rtol=0, atol=4e-3)
+
+
+def test_a_closure_that_raises_or_returns_nothing():
+    model, (x, y) = network(), classification()
+    optimizer = small_ivon(model, mc_samples=2)
+    calls = []
+
+    def closure():
+        calls.append(1)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        if len(calls) == 2:
+            raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        optimizer.step(closure)
+    assert optimizer.step(closure) is None
+    assert optimizer.param_groups[0]["draws"] == 1
+
+
+def test_distributed_checkpoints_can_create_the_state():
+    from torch.distributed.checkpoint import state_dict as checkpoints
+
+    model, (x, y) = network(), classification()
+    optimizer = small_ivon(model)
+    train(model, optimizer, x, y, 3)
+    kept = copy.deepcopy(checkpoints.get_optimizer_state_dict(model, optimizer))
+    other = network(seed=4)
+    again = small_ivon(other)
+    checkpoints.set_optimizer_state_dict(other, again, kept)
+    assert same(weights(other), weights(model))
+    optimizer.zero_grad()
+    train(model, optimizer, x, y, 3)
+    train(other, again, x, y, 3)
+    assert same(weights(other), weights(model))
+
+
+def test_gradients_between_blocks_are_found():
+    model, (x, y) = network(), classification()
+    head = nn.Linear(3, 3)
+    optimizer = IVON([*model.parameters(), *head.parameters()], lr=0.1, ess=64, mc_samples=2)
+    for _ in range(2):
+        with optimizer.sampled_params(train=True):
+            nn.functional.cross_entropy(model(x), y).backward()
+    head(model(x).detach()).sum().backward()
+    with pytest.raises(RuntimeError, match="not taken at a sample"):
+        optimizer.step()
+
+
+def test_a_seed_is_a_number_however_it_is_written():
+    numpy = pytest.importorskip("numpy")
+    draws = []
+    for seed in (3, numpy.int64(3)):
+        model = network()
+        with small_ivon(model, seed=seed).sampled_params():
+            draws.append(weights(model))
+    assert same(*draws)

@@ -123,10 +123,10 @@ def test_compiled_steps_agree_with_plain_ones(settings):
 def test_large_networks_are_compiled_where_there_is_a_compiler(monkeypatch):
     large = small_ivon(torch.nn.Linear(400, 400))
     small = small_ivon(torch.nn.Linear(4, 4))
-    assert large._compiles(large._ready()) is paths.can_compile()
-    assert not small._compiles(small._ready())
+    assert large._weights.compiles(large._weights.slots) is paths.can_compile()
+    assert not small._weights.compiles(small._weights.slots)
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert not large._compiles(large._ready())
+    assert not large._weights.compiles(large._weights.slots)
 
 
 def test_pieces_do_not_matter(monkeypatch):

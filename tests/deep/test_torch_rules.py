@@ -20,7 +20,7 @@ LR, ESS, BETAS = 0.05, 400.0, (0.9, 0.98)
 
 def noise_of(optimizer, sample=0):
     """The noise of the step that comes next, in the shape of its first parameter."""
-    slot = optimizer._ready()[0]
+    slot = optimizer._weights.slots[0]
     step = optimizer.param_groups[0]["draws"]
     begin = stream_of([slot], Sample(True, step, sample))[0]
     size = slot.parameter.numel()

@@ -52,7 +52,7 @@ def main(kind: str, rank: int, world: int, samples: int, folder: str) -> None:
     x, y = x.chunk(world)[rank], y.chunk(world)[rank]
     model = Gated() if kind in ("unused", "nan") else Deep()
     if kind == "ddp":
-        model = nn.parallel.DistributedDataParallel(model)
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=samples > 1)
     elif kind in ("unused", "nan"):
         model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     elif kind in ("fsdp", "fsdp_nan"):

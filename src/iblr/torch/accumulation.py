@@ -21,12 +21,16 @@ from iblr.torch.layout import flat_like
 class Accumulation:
     """What was gathered since the last step.
 
+    Args:
+        power: with which power of a factor of the gradients `curved` goes.
+
     Attributes:
         blocks: samples whose gradients were taken.
         curved: the mean of eps_j g_j by parameter, flat.
     """
 
-    def __init__(self):
+    def __init__(self, power: int = 1):
+        self.power = power
         self.blocks = 0
         self.curved: dict[Tensor, Tensor] = {}
         self._aside: dict[Tensor, Tensor] = {}
@@ -37,7 +41,8 @@ class Accumulation:
         for parameter in parameters:
             self.settle(parameter)
             if parameter.grad is not None:
-                self._aside[parameter] = parameter.grad
+                # A copy: the tensor may be a view of a bucket that the next gradients overwrite.
+                self._aside[parameter] = parameter.grad.clone()
                 parameter.grad = None
 
     def put_back(self) -> None:
@@ -59,7 +64,12 @@ class Accumulation:
         self.curved[parameter] = curved
         if before is not None:
             grad.add_(before)
-        self._left[parameter] = _Left.of(grad)
+        self.leave(parameter)
+
+    def leave(self, parameter: Tensor) -> None:
+        """Note the gradient as it is."""
+        assert parameter.grad is not None
+        self._left[parameter] = _Left.of(parameter.grad)
 
     def settle(self, parameter: Tensor) -> None:
         """Follow what was done to the gradient since it was left."""
@@ -73,7 +83,7 @@ class Accumulation:
         if factor == 0:  # and what it would be multiplied with may not be finite
             self.curved[parameter].zero_()
         elif factor != 1:
-            self.curved[parameter] *= factor
+            self.curved[parameter] *= factor**self.power
 
 
 class _Left(NamedTuple):
@@ -103,6 +113,8 @@ class _Left(NamedTuple):
 def _norms(grad: Tensor) -> tuple[float, float]:
     kind = torch.promote_types(grad.dtype, torch.float32)
     orders = (2.0, math.inf)
+    if not grad.numel():
+        return 0.0, 0.0
     norms = [torch.linalg.vector_norm(grad.detach(), order, dtype=kind) for order in orders]
     first, second = (n.full_tensor() if isinstance(n, DTensor) else n for n in norms)
     return float(first), float(second)

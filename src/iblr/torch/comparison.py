@@ -1,7 +1,7 @@
 """VOGN and Vadam for networks: what the paper compares with."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class Vadam(MeanFieldOptimizer):
         clip_radius: Number = float("inf"),
         prior_mean: Number | Sequence[Tensor] | None = None,
         prior_precision: Number | Sequence[Tensor] | None = None,
-        seed: int = 0,
+        seed: SupportsIndex = 0,
         compiled: bool | None = None,
     ):
         defaults = {
@@ -90,6 +90,9 @@ class VOGN(Vadam):
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         return vogn
 
+    def _new_accumulation(self) -> Accumulation:
+        return Accumulation(power=2)
+
     def _curved(self, slots: Sequence[Slot]) -> Sequence[Tensor]:
         gathered = self._accumulation.curved
         if not all(slot.parameter in gathered for slot in slots):
@@ -125,6 +128,11 @@ class VOGN(Vadam):
                 "VOGN.backward(): the weights are the mean. Call it inside a block "
                 "`with optimizer.sampled_params(train=True):`."
             )
+        if self._accumulation.curved:
+            raise RuntimeError(
+                "VOGN.backward(): once a step only, as squares of parts of a mean are not parts of "
+                "the mean of squares. Give all rows at once, and `chunk` if memory is short."
+            )
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         rest = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         rest |= dict(model.named_buffers())
@@ -144,6 +152,8 @@ class VOGN(Vadam):
             total += losses.sum() / count
             for name, parameter in named.items():
                 self._add(parameter, gradients[name], count)
+        for parameter in named.values():
+            self._accumulation.leave(parameter)
         return total
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 from torch import Tensor
 
@@ -67,7 +67,7 @@ class IVON(MeanFieldOptimizer):
         prior_precision: Number | Sequence[Tensor] | None = None,
         rescale_lr: bool | None = None,
         prefetch_sample: bool = False,
-        seed: int = 0,
+        seed: SupportsIndex = 0,
         compiled: bool | None = None,
     ):
         if variant not in ("ivon", "icml2020"):

@@ -59,6 +59,15 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def check_dense(optimizer: str, parameter: Tensor) -> None:
+    """Raise a `ValueError` for a parameter that is not dense."""
+    if not is_dense(parameter):
+        raise ValueError(
+            f"{optimizer}: a parameter of shape {tuple(parameter.shape)} has gaps in memory "
+            f"(strides {parameter.stride()}). Make it contiguous."
+        )
+
+
 def _local_shape_and_begin(parameter: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

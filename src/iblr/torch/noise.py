@@ -56,7 +56,7 @@ def normal(count: int, begin: Tensor) -> Tensor:
 
     Args:
         count: how many.
-        begin: the stream's key and offset, int64.
+        begin: the stream's key and offset, int64; or for every number its key and key i + offset.
     """
     numerator, denominator = normal_quotient(count, begin)
     return numerator / denominator
@@ -64,8 +64,9 @@ def normal(count: int, begin: Tensor) -> Tensor:
 
 def normal_quotient(count: int, begin: Tensor) -> tuple[Tensor, Tensor]:
     """Those numbers before the division, for who divides anyway."""
-    key, offset = begin.unbind()
-    first = torch.arange(count, device=begin.device) * key + offset
+    key, first = begin.unbind()
+    if begin.ndim == 1:
+        first = torch.arange(count, device=begin.device) * key + first
     other = first + key
     x = _swapped(first * first + first)
     x = _swapped(x * x + other)

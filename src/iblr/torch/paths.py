@@ -1,14 +1,15 @@
 """How a rule is carried out: op by op, or compiled.
 
-Both take parameters one by one, as flat views of their memory, and run the same functions:
-`draw` writes a sample into the weights, `advance` takes a step. Compiled by `torch.compile`, each
-is one loop over memory, with the noise computed in it.
+Both take parameters as flat views of their memory, and run the same functions: `draw` writes a
+sample into the weights, `advance` takes a step. Compiled by `torch.compile`, each is one loop over
+memory, with the noise computed in it. Small parameters are put together first.
 """
 
 import functools
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from iblr.torch.noise import normal, normal_quotient
 from iblr.torch.rules import Moved, Numbers, Prior, Rule, numbers
 from iblr.torch.slots import Cell, Sample, Slot, cell_of, stream_of
 
+SMALL = 2**12  # entries below which the work is in the number of parameters, not in their size
 CHUNK = 2**15  # entries that are worked on together op by op: what they need stays in the cache
 
 
@@ -60,11 +62,11 @@ def advance(
 
 
 class Loop:
-    """Parameter after parameter, on any device.
+    """Parameter after parameter, and small ones together, on any device.
 
     Args:
-        compiled: each by one loop in machine code; otherwise op by op, in pieces that fit into the
-            cache.
+        compiled: large parameters each by one loop in machine code; otherwise op by op, in pieces
+            that fit into the cache.
     """
 
     def __init__(self, compiled: bool):
@@ -72,14 +74,13 @@ class Loop:
 
     def draw(self, slots: Sequence[Slot], sample: Sample) -> None:
         """Samples into the weights."""
-        run = _compiled_draw() if self.compiled else draw
-        for slot, stream in zip(slots, stream_of(slots, sample), strict=True):
-            cell = cell_of(slot)
-            root_ess = cell.mean.new_tensor(math.sqrt(slot.group["ess"]))
-            for part in self._parts(cell):
-                one = cell.part(part)
-                run(one.weights, one.mean, one.precision, root_ess, _begin(stream, part, one.mean))
-            increment_version(local(slot.parameter))
+        for batch in batches(slots, stream_of(slots, sample)):
+            root_ess = batch.cell.mean.new_tensor(math.sqrt(batch.slots[0].group["ess"]))
+            run = _compiled_draw() if self.compiled and batch.is_large else draw
+            for part in self._parts(batch):
+                one = batch.cell.part(part)
+                run(one.weights, one.mean, one.precision, root_ess, batch.begin(0, part))
+            batch.write_back("weights")
 
     def advance(
         self,
@@ -92,24 +93,95 @@ class Loop:
     ) -> None:
         """A step of every parameter, and the mean or the following sample into the weights."""
         assert not isinstance(refused, Tensor)
-        run = _compiled_advance(rule) if self.compiled else functools.partial(advance, rule)
-        now = stream_of(slots, sample)
-        then = None if following is None else stream_of(slots, following)
-        for index, slot in enumerate(slots):
-            cell = cell_of(slot, curved[index])
-            steps = slot.state["step"]
-            constants = cell.mean.new_tensor(numbers(slot.group, int(steps) + 1))
-            for part in self._parts(cell):
-                begin = _begin(now[index], part, cell.mean)
-                after = None if then is None else _begin(then[index], part, cell.mean)
-                run(tuple(cell.part(part)), constants, begin, after)
-            steps += 1
-            increment_version(local(slot.parameter))
+        noise = [stream_of(slots, one) for one in (sample, following) if one is not None]
+        for batch in batches(slots, *noise, curved=curved):
+            steps = batch.slots[0].state["step"]
+            constants = batch.cell.mean.new_tensor(numbers(batch.slots[0].group, int(steps) + 1))
+            compiled = self.compiled and batch.is_large
+            run = _compiled_advance(rule) if compiled else functools.partial(advance, rule)
+            for part in self._parts(batch):
+                after = None if following is None else batch.begin(1, part)
+                run(tuple(batch.cell.part(part)), constants, batch.begin(0, part), after)
+            batch.write_back("weights", "mean", "momentum", "precision")
+            for slot in batch.slots:
+                slot.state["step"] += 1
 
-    def _parts(self, cell: Cell) -> Iterator[slice]:
-        size = cell.mean.shape[0]
-        step = size if self.compiled else CHUNK
+    def _parts(self, batch: "Batch") -> Iterator[slice]:
+        size = batch.cell.mean.shape[0]
+        step = size if self.compiled and batch.is_large else CHUNK
         return (slice(begin, min(begin + step, size)) for begin in range(0, size, max(step, 1)))
+
+
+class Batch:
+    """A parameter, or several small ones one after the other in tensors of their own.
+
+    Attributes:
+        slots: the parameters, all with the same settings and number of steps.
+        cell: their entries.
+        is_large: whether it is one parameter, worked on where it is.
+    """
+
+    def __init__(self, slots: list[Slot], cells: list[Cell], noise: Sequence[Sequence[np.ndarray]]):
+        self.slots, self._cells, self._noise = slots, cells, noise
+        self.is_large = len(slots) == 1
+        self.cell = cells[0] if self.is_large else _together(cells)
+        self._sizes = [cell.mean.shape[0] for cell in cells]
+        if not self.is_large:
+            self._places = [self._joined_places(streams) for streams in noise]
+
+    def begin(self, which: int, part: slice) -> Tensor:
+        """Where the noise of some entries begins: the first kind of noise, or the second."""
+        if not self.is_large:
+            return self._places[which][:, part]
+        stream = self._noise[which][0]
+        skipped = stream + np.array([0, part.start]) * stream[0]
+        return torch.from_numpy(skipped).to(self.cell.mean.device)
+
+    def write_back(self, *names: str) -> None:
+        """What was computed into the parameters, and a note of it to autograd."""
+        for name in () if self.is_large else names:
+            targets = [getattr(cell, name) for cell in self._cells]
+            sources = getattr(self.cell, name).split(self._sizes)
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+        increment_version([local(slot.parameter) for slot in self.slots])
+
+    def _joined_places(self, streams: Sequence[np.ndarray]) -> Tensor:
+        """Key and key i + offset of every entry."""
+        keys, offsets = np.repeat(np.stack(streams), self._sizes, axis=0).T
+        index = np.concatenate([np.arange(size) for size in self._sizes])
+        return torch.from_numpy(np.stack([keys, keys * index + offsets])).to(self.cell.mean.device)
+
+
+def batches(
+    slots: Sequence[Slot],
+    *noise: np.ndarray,
+    curved: Sequence[Tensor | None] | None = None,
+) -> Iterator[Batch]:
+    """Large parameters each by itself; small ones that are alike together."""
+    small: dict[Any, list[int]] = {}
+    curved = [None] * len(slots) if curved is None else curved
+    for index, slot in enumerate(slots):
+        here = local(slot.parameter)
+        kind: Any = index
+        if here.numel() < SMALL:
+            steps, priors = int(slot.state["step"]), len(slot.state)
+            kind = (id(slot.group), here.dtype, here.device, steps, priors)
+        small.setdefault(kind, []).append(index)
+    for alike in small.values():
+        most = max(CHUNK // SMALL, 1) * 8
+        for begin in range(0, len(alike), most):
+            some = alike[begin : begin + most]
+            yield Batch(
+                [slots[i] for i in some],
+                [cell_of(slots[i], curved[i]) for i in some],
+                [[streams[i] for i in some] for streams in noise],
+            )
+
+
+def _together(cells: Sequence[Cell]) -> Cell:
+    fields: Any = zip(*cells, strict=True)
+    joined: Any = [None if field[0] is None else torch.cat(field) for field in fields]
+    return Cell(*joined)
 
 
 def can_compile() -> bool:
@@ -125,8 +197,3 @@ def _compiled_draw() -> Callable[..., None]:
 @functools.cache
 def _compiled_advance(rule: Rule) -> Callable[..., None]:
     return torch.compile(functools.partial(advance, rule), dynamic=True)
-
-
-def _begin(stream: np.ndarray, part: slice, like: Tensor) -> Tensor:
-    skipped = stream + np.array([0, part.start]) * stream[0]
-    return torch.from_numpy(skipped).to(like.device)

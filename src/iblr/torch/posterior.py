@@ -45,14 +45,19 @@ class MeanField:
     def sample(self, generator: torch.Generator | None = None) -> list[Tensor]:
         """Weights, one tensor a parameter."""
         return [
-            torch.addcmul(m, torch.randn(m.shape, generator=generator, dtype=m.dtype).to(m), sd)
+            torch.addcmul(m, _noise_like(m, generator), sd)
             for m, sd in zip(self.mean, self.standard_deviation, strict=True)
         ]
 
     @torch.no_grad()
     def write(self, parameters: Iterable[Tensor], values: Sequence[Tensor] | None = None) -> None:
-        """Put the mean, or a sample, into a network's parameters."""
+        """Put the mean, or a sample, into a network's parameters, in the optimiser's order."""
         for parameter, value in zip(parameters, values or self.mean, strict=True):
+            if parameter.shape != value.shape:
+                raise ValueError(
+                    f"MeanField.write(): a value of shape {tuple(value.shape)} for a parameter of "
+                    f"shape {tuple(parameter.shape)}. Give the parameters in the optimiser's order."
+                )
             parameter.copy_(value)
 
     def merged(self, *others: "MeanField", prior: "MeanField | None" = None) -> "MeanField":
@@ -90,3 +95,9 @@ class MeanField:
         """What `save` wrote; only tensors are read, no code."""
         kept = torch.load(path, weights_only=True)
         return cls(kept["mean"], kept["precision"])
+
+
+def _noise_like(mean: Tensor, generator: torch.Generator | None) -> Tensor:
+    if generator is None:
+        return torch.randn_like(mean)
+    return torch.randn(mean.shape, generator=generator, dtype=mean.dtype).to(mean)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from iblr.torch.layout import first_index, flat, flat_like
+from iblr.torch.layout import first_index, flat, flat_like, local
 from iblr.torch.noise import streams
 
 
@@ -34,7 +34,9 @@ class Slot:
         state: mean, momentum, precision s (q has the precision ess s) and step, in float32, or
             float64 for weights of float64; prior_mean and prior_precision if they differ by entry.
         first: index, in the whole parameter, of what is in this process.
+        held: the sample that it is; None: the mean.
         written: version and address of the parameter when it was last written to by us.
+        views: flat views by name, with what they are views of.
     """
 
     group: dict[str, Any]
@@ -42,7 +44,19 @@ class Slot:
     parameter: Tensor
     state: dict[str, Any]
     first: int
+    held: Sample | None = None
     written: tuple[int, int] | None = None
+    views: dict[str, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
+
+    def flat(self, name: str) -> Tensor | None:
+        """The weights or a tensor of the state as a flat view, kept as long as it is right."""
+        tensor = self.parameter if name == "weights" else self.state.get(name)
+        if tensor is None:
+            return None
+        kept = self.views.get(name)
+        if kept is None or kept[0] is not tensor or kept[1].data_ptr() != local(tensor).data_ptr():
+            kept = self.views[name] = tensor, flat(tensor)
+        return kept[1]
 
     @classmethod
     def of(cls, group: dict[str, Any], number: int, parameter: Tensor, state: Any) -> "Slot":
@@ -69,11 +83,11 @@ class Cell(NamedTuple):
 
 def cell_of(slot: Slot, curved: Tensor | None = None) -> Cell:
     """The views of a slot."""
-    state, grad = slot.state, slot.parameter.grad
-    names = ("mean", "momentum", "precision", "prior_mean", "prior_precision")
-    tensors = [flat(state[name]) if name in state else None for name in names]
+    names = ("weights", "mean", "momentum", "precision", "prior_mean", "prior_precision")
+    grad = slot.parameter.grad
     gradient = None if grad is None else flat_like(grad, slot.parameter)
-    return Cell(flat(slot.parameter), *tensors, gradient, curved)  # pyright: ignore
+    tensors: Any = [*map(slot.flat, names), gradient, curved]
+    return Cell(*tensors)
 
 
 def stream_of(slots: Sequence[Slot], sample: Sample) -> np.ndarray:

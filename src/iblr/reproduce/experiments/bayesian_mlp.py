@@ -33,12 +33,12 @@ def _sgd(schedule: optax.Schedule, ess: ArrayLike) -> Any:
     return optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(schedule, momentum=0.9))
 
 
-OURS = "iBLR, our default"
+OURS = "IVON"
 PAPER = "iBLR-adam"
 
 
 def _trainers(b2: float, ours: float) -> tuple[Trainer, ...]:
-    """All methods; with decays of the precision for the paper's two, and for our default."""
+    """All methods; with decays of the precision for the paper's two, and for IVON."""
     return (
         Trainer(
             PAPER,
