@@ -83,6 +83,7 @@ def test_a_state_of_another_kind_of_start_is_refused(whole):
             iblr.fit(lambda z: -(z**2).sum(), other, key=KEY, state=whole.state, num_steps=300)
 
 
+@pytest.mark.slow
 def test_rounds_that_do_not_help_are_undone_and_two_of_them_end_the_fit():
     posterior = fit(start(), target=GAUSSIAN)
     assert posterior.status == Status.ok

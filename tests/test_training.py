@@ -67,6 +67,7 @@ def test_the_loss_is_the_mean_over_examples_and_over_their_labels():
     assert made.ess(made.rows(False)) == y.size == 48
 
 
+@pytest.mark.slow
 def test_a_character_is_predicted_from_those_before_it():
     shape = Shape(context=6, width=8, heads=2, layers=2)
     init = partial(networks.transformer_init, shape=shape, characters=5)

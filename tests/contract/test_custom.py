@@ -235,7 +235,7 @@ HAND_WRITTEN = {
 @pytest.mark.parametrize(
     "mine, theirs",
     [
-        pytest.param(*pair, id=name, marks=pytest.mark.slow if name == "Gamma" else ())
+        pytest.param(*pair, id=name, marks=pytest.mark.slow if name != "exponential" else ())
         for name, pair in HAND_WRITTEN.items()
     ],
 )
@@ -805,15 +805,7 @@ EVERY = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.slow
-            if name in ("Gamma", "Product", "InverseGaussian", "Gaussian", "DiagonalGaussian")
-            else (),
-        )
-        for name in EVERY
-    ],
+    [pytest.param(name, marks=() if name == "Exponential" else pytest.mark.slow) for name in EVERY],
 )
 def test_every_family_is_fitted_without_another_argument_and_printed(name):
     make, target = EVERY[name]

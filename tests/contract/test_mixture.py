@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import agrees, assert_same_bits, no_type_hook, quick_fit, stacked
+from helpers import agrees, assert_same_bits, no_type_hook, quick_fit, slow, stacked
 from scipy import stats
 from scipy.special import logsumexp
 
@@ -140,7 +140,7 @@ def half_defined(z):
     return jnp.where(z[0] > 0, -0.5 * ((z - 2.0) ** 2).sum(), jnp.nan)
 
 
-@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("reuse", [slow(False), True])
 def test_draws_where_the_target_is_nan_are_left_out_and_counted(reuse):
     start = GaussianMixture.from_moments(jnp.array([[1.0, 1.0], [0.5, 0.0]]), jnp.ones((2, 2)))
     posterior = quick_fit(half_defined, start, estimator=iblr.Stl(pairs=2, reuse=reuse))
@@ -175,6 +175,7 @@ def test_a_step_without_a_usable_draw_is_refused_with_a_status(estimator):
     assert_same_bits(new, q)
 
 
+@pytest.mark.slow
 def test_a_target_that_is_nan_everywhere_ends_with_a_status():
     posterior = quick_fit(lambda z: jnp.nan * z.sum(), example(), throw=False)
     assert posterior.status == Status.nonfinite and posterior.excluded > 0

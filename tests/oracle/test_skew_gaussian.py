@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow
 from scipy import integrate, stats
 
 import iblr
@@ -258,7 +259,7 @@ def test_a_step_is_the_papers_by_brute_force(estimator, x64):
         )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", slow("float64")])
 def test_no_step_leaves_the_set(dtype):
     with jax.enable_x64(dtype == "float64"):
         q = member(4, 3, length=3.0)
