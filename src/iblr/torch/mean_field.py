@@ -411,12 +411,12 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
         following: Sample | None,
     ) -> Tensor | bool:
         """Whether a gradient is not finite: known, or as a number on the GPU that does the step."""
-        if not live:
-            return False
         meshes: list[Any] = []
-        if self._weights.sharded:
-            meshes = [s.parameter.device_mesh for s in live if isinstance(s.parameter, DTensor)]
-        device = live[0].parameter.device
+        if self._weights.sharded:  # all shards ask one another, whether they have gradients or not
+            every = [slot.parameter for slot in self._weights.slots]
+            meshes = [one.device_mesh for one in every if isinstance(one, DTensor)]
+        if not live and not meshes:
+            return False
         fused = self._weights.fused
         if len(plan) == 1 and fused.takes_at_once(plan[0].slots, plan[0].path):
             flag = fused.any_nonfinite(plan[0].slots, sample, following)
@@ -425,6 +425,7 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
             return flag
         wrong = any(_is_nonfinite(local(slot.parameter.grad)) for slot in live)  # pyright: ignore
         if meshes:
+            device = self._weights.slots[0].parameter.device
             flag = torch.tensor(float(wrong), device=device)
             _share(flag, meshes)
             wrong = bool(flag)
