@@ -8,6 +8,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from helpers import slow
 
 import iblr
 
@@ -17,7 +18,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 PAGES = [page for page in PAGES if page.stem not in TORCH_PAGES]
 MODULES = ["iblr", *(m.name for m in pkgutil.walk_packages(iblr.__path__, prefix="iblr."))]
 MODULES = [name for name in MODULES if not name.startswith("iblr.torch")]
-SHORT = {"README", "notation"}  # the other pages compile for long
+SHORT = {"README"}  # the other pages compile for long
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
 
 
@@ -73,7 +74,9 @@ def doctests(module):
     return [test for test in Finder().find(module) if test.examples]
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name", [slow(name) if name.startswith("iblr.baselines.") else name for name in MODULES]
+)
 def test_the_examples_in_docstrings_give_what_they_say(name):
     run_examples(name)
 

@@ -309,6 +309,7 @@ def test_gradients_that_overflow_give_the_largest_precision():
     assert jnp.isfinite(ib.posterior(params, state).precision).all()
 
 
+@pytest.mark.slow
 @cheap
 def test_runs_of_several_seeds_by_vmap_are_the_single_runs():
     optimiser, start = ib.ivon(0.05, 50.0, b2=0.9), jnp.array([0.5, -1.0])
@@ -396,6 +397,7 @@ def test_scheduled_hyperparameters():
     assert int(injected_state.inner_state.count) == 11
 
 
+@pytest.mark.slow
 @cheap
 def test_masked_leaves_stay_and_partitions_have_noise_of_their_own():
     mask, sampled = {"b": False, "w": True}, jax.jit(ib.sample_params)
@@ -424,6 +426,7 @@ def test_masked_leaves_stay_and_partitions_have_noise_of_their_own():
     assert flat(updates).all()
 
 
+@pytest.mark.slow
 @cheap
 def test_priors_and_squares_are_cut_to_the_leaves_that_a_mask_leaves():
     tree = jax.tree.map(jnp.ones_like, PARAMS)
@@ -455,6 +458,7 @@ def test_a_state_can_be_mapped_over_like_those_of_optax():
     assert mapped.momentum == mapped.precision == specs and mapped.ess == 0
 
 
+@pytest.mark.slow
 @cheap
 def test_a_run_goes_on_from_a_saved_state_bit_for_bit(tmp_path):
     optimiser = optax.chain(optax.clip(1.0), ib.ivon(optax.linear_schedule(0.1, 0.0, 60), 50.0))

@@ -37,6 +37,7 @@ def whole():
     return fit(start())
 
 
+@pytest.mark.slow
 def test_components_are_added_as_long_as_they_help(whole):
     assert whole.status == Status.ok
     assert 8 < whole.family.num_components <= 16
@@ -46,12 +47,14 @@ def test_components_are_added_as_long_as_they_help(whole):
     assert np.isclose(whole.family.weights.sum(), 1, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_history_is_that_of_all_rounds(whole):
     assert whole.num_steps == 2 * STEPS
     assert whole.trace.step.tolist() == [100, 200, 300, 400]
     assert whole.num_gradients == STEPS * 2 * (8 + 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_a_stopped_fit_goes_on_with_the_same_bits(whole, chunks):
     told = []
@@ -60,6 +63,7 @@ def test_a_stopped_fit_goes_on_with_the_same_bits(whole, chunks):
     assert_same_bits(fit(start(), state=stopped.state).family, whole.family)
 
 
+@pytest.mark.slow
 def test_an_interrupt_between_rounds_loses_nothing(whole, monkeypatch):
     look, calls = rounds._pruned, []
 
@@ -76,6 +80,7 @@ def test_an_interrupt_between_rounds_loses_nothing(whole, monkeypatch):
     assert_same_bits(fit(start(), state=part.state).family, whole.family)
 
 
+@pytest.mark.slow
 def test_a_state_of_another_kind_of_start_is_refused(whole):
     narrow = GaussianMixture.init(KEY, "auto", 1, most=16)
     for other in (narrow, GaussianMixture.init(KEY, "auto", 2, diagonal=True)):

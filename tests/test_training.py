@@ -138,12 +138,14 @@ def test_runs_at_once_are_those_one_after_the_other(trained, tmp_path, monkeypat
     np.testing.assert_allclose(at_once["nll"], trained["nll"], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_limit_stops_training_where_it_is(tmp_path):
     found = execute(task(ADAMW, limit=0.0), tmp_path)
     assert found["step"].tolist() == [0, 1] and found["cut_short"]
     assert "averaged_nll" not in found
 
 
+@pytest.mark.slow
 def test_learning_rates_are_tried_without_the_rows_they_are_judged_on(tmp_path):
     x, y = MATERIAL.train
     held_out = np.arange(len(y)) % 10 == 0
@@ -195,6 +197,7 @@ def test_vogn_learns_too(tmp_path):
     assert (found["nll"][-1] < found["nll"][0]).all()
 
 
+@pytest.mark.slow
 def test_the_time_of_an_epoch_is_that_of_the_faster_size_of_chunks(monkeypatch, tmp_path):
     now, runs = 0.0, []
 

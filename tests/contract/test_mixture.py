@@ -30,6 +30,7 @@ def log_density(z):
     return jnp.logaddexp(-0.5 * squares[0], -0.5 * squares[1])
 
 
+@pytest.mark.slow
 def test_density_responsibilities_and_moments_are_those_of_scipy():
     q = example()
     z = np.asarray(q.sample(KEY, 20_000), float)
@@ -151,6 +152,7 @@ def test_draws_where_the_target_is_nan_are_left_out_and_counted(reuse):
     assert "draws left out" in str(posterior)
 
 
+@pytest.mark.slow
 def test_the_elbo_is_that_of_the_draws_at_which_the_target_is_finite():
     """Where q = p but for a half of q's mass at which p is nan: log(1/2)."""
     q = GaussianMixture.from_moments(jnp.full((1, 2), 0.0), jnp.ones((1, 2)))

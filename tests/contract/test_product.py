@@ -99,6 +99,7 @@ def test_the_log_density_is_the_sum_over_parts():
     np.testing.assert_allclose(q.log_prob_rows(rows), log_q, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_log_density_is_that_of_scipy(x64):
     q = make()
     z = q.sample(KEY, 6)
@@ -138,6 +139,7 @@ def test_a_product_has_an_entropy_only_where_all_parts_have():
     np.testing.assert_allclose(posterior.family["a"].blocks["rate"], 2, rtol=0.1)
 
 
+@pytest.mark.slow
 def test_moments_are_block_by_block():
     q = make()
     mean, deviation = q["w"].moments()

@@ -69,6 +69,7 @@ def test_the_skew_part_of_the_entropy_and_its_slope_are_those_of_quadrature(k, x
     np.testing.assert_allclose(slope, (up - down) / (2 * h), rtol=1e-5, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_without_skew_it_is_a_gaussian():
     plain = Gaussian.from_covariance(jnp.ones(2), jnp.array([[2.0, 0.3], [0.3, 0.5]]))
     q = SkewGaussian.from_parameters(jnp.ones(2), plain.covariance, jnp.zeros(2))
