@@ -1,6 +1,8 @@
 """One process of several that train a network together; started by test_torch_distributed.py."""
 
 import datetime
+import faulthandler
+import os
 import sys
 
 import torch
@@ -41,6 +43,7 @@ def whole(tensor):
 
 def main(kind: str, rank: int, world: int, samples: int, folder: str) -> None:
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(100)  # where it is, if it hangs
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
@@ -72,7 +75,8 @@ def main(kind: str, rank: int, world: int, samples: int, folder: str) -> None:
     q = optimizer.posterior()
     kept = [whole(t) for t in (*q.mean, *q.precision)]
     torch.save((kept, optimizer.refused_steps), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # leaving in the usual way was seen to wait for gloo's threads for ever
 
 
 if __name__ == "__main__":

@@ -201,6 +201,11 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
             precisions.append(precision.clamp(max=torch.finfo(precision.dtype).max))
         return MeanField(means, precisions)
 
+    @property
+    def weights_are_sample(self) -> bool:
+        """Whether any of the weights are a sample now, and not the mean."""
+        return self._made is not None and any(slot.held is not None for slot in self._made.slots)
+
     def mean_where_sampled(self, parameter: Tensor) -> Tensor | None:
         """The mean of a parameter that holds a sample now; None for one that holds the mean."""
         slots = [] if self._made is None else self._made.slots

@@ -18,11 +18,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from iblr.torch.layout import local
-from iblr.torch.noise import normal, normal_quotient
-from iblr.torch.rules import Moved, Numbers, Prior, Rule, numbers
+from iblr.torch.noise import normal_quotient
+from iblr.torch.rules import Moved, Numbers, Prior, Quotient, Rule, numbers
 from iblr.torch.slots import Cell, Sample, Slot, cell_of, stream_of
 
 SMALL = 2**12  # entries below which the work is in the number of parameters, not in their size
+FEW = 16  # small parameters for which it does not pay to leave the compiled loop
+MOST = 64
 CHUNK = 2**15  # entries that are worked on together op by op: what they need stays in the cache
 
 
@@ -44,9 +46,12 @@ def advance(
     weights, mean, momentum, precision = cell.weights, cell.mean, cell.momentum, cell.precision
     c = Numbers(*constants.unbind())
     assert cell.grad is not None
-    grad, curved = cell.grad.to(mean.dtype), cell.curved
-    if curved is None:
-        curved = normal(mean.shape[0], begin) * grad
+    grad = cell.grad.to(mean.dtype)
+    if cell.curved is None:
+        numerator, denominator = normal_quotient(mean.shape[0], begin)
+        curved = Quotient(numerator * grad, denominator)
+    else:
+        curved = Quotient(cell.curved)
     prior = Prior(
         c.centre if cell.prior_mean is None else cell.prior_mean,
         c.decay if cell.prior_precision is None else cell.prior_precision * c.per_ess,
@@ -71,10 +76,11 @@ class Loop:
 
     def __init__(self, compiled: bool):
         self.compiled = compiled
+        self._few = FEW if compiled else 1
 
     def draw(self, slots: Sequence[Slot], sample: Sample) -> None:
         """Samples into the weights."""
-        for batch in batches(slots, stream_of(slots, sample)):
+        for batch in batches(slots, stream_of(slots, sample), few=self._few):
             root_ess = batch.cell.mean.new_tensor(math.sqrt(batch.slots[0].group["ess"]))
             run = _compiled_draw() if self.compiled and batch.is_large else draw
             for part in self._parts(batch):
@@ -94,7 +100,7 @@ class Loop:
         """A step of every parameter, and the mean or the following sample into the weights."""
         assert not isinstance(refused, Tensor)
         noise = [stream_of(slots, one) for one in (sample, following) if one is not None]
-        for batch in batches(slots, *noise, curved=curved):
+        for batch in batches(slots, *noise, curved=curved, few=self._few):
             steps = batch.slots[0].state["step"]
             constants = batch.cell.mean.new_tensor(numbers(batch.slots[0].group, int(steps) + 1))
             compiled = self.compiled and batch.is_large
@@ -156,8 +162,9 @@ def batches(
     slots: Sequence[Slot],
     *noise: np.ndarray,
     curved: Sequence[Tensor | None] | None = None,
+    few: int = 1,
 ) -> Iterator[Batch]:
-    """Large parameters each by itself; small ones that are alike together."""
+    """Large parameters each by itself; small ones that are alike together, if there are many."""
     small: dict[Any, list[int]] = {}
     curved = [None] * len(slots) if curved is None else curved
     for index, slot in enumerate(slots):
@@ -168,7 +175,7 @@ def batches(
             kind = (id(slot.group), here.dtype, here.device, steps, priors)
         small.setdefault(kind, []).append(index)
     for alike in small.values():
-        most = max(CHUNK // SMALL, 1) * 8
+        most = MOST if len(alike) > few else 1
         for begin in range(0, len(alike), most):
             some = alike[begin : begin + most]
             yield Batch(

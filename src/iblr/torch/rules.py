@@ -75,10 +75,17 @@ class Moved(NamedTuple):
     precision: Tensor
 
 
-Rule = Callable[[Tensor, Tensor, Moved, Prior, Numbers], Moved]
+class Quotient(NamedTuple):
+    """A number that has yet to be divided, for rules that divide anyway."""
+
+    numerator: Any
+    denominator: Any = 1.0
 
 
-def ivon(grad: Tensor, curved: Tensor, old: Moved, prior: Prior, c: Numbers) -> Moved:
+Rule = Callable[[Tensor, Quotient, Moved, Prior, Numbers], Moved]
+
+
+def ivon(grad: Tensor, curved: Quotient, old: Moved, prior: Prior, c: Numbers) -> Moved:
     """The improved rule with weight decay outside the momentum, preconditioned by the new s."""
     precision = improved(curved, old.precision, prior, c)
     momentum = old.momentum + c.gain1 * (grad - old.momentum)
@@ -86,7 +93,7 @@ def ivon(grad: Tensor, curved: Tensor, old: Moved, prior: Prior, c: Numbers) -> 
     return Moved(_moved(old.mean, pull / precision, prior, c), momentum, precision)
 
 
-def icml2020(grad: Tensor, curved: Tensor, old: Moved, prior: Prior, c: Numbers) -> Moved:
+def icml2020(grad: Tensor, curved: Quotient, old: Moved, prior: Prior, c: Numbers) -> Moved:
     """[LSK20] figure 1, right: lines 4 to 8."""
     pull = grad + prior.decay * (old.mean - prior.centre)
     momentum = old.momentum + c.gain1 * (pull - old.momentum)
@@ -95,29 +102,30 @@ def icml2020(grad: Tensor, curved: Tensor, old: Moved, prior: Prior, c: Numbers)
     return Moved(_moved(old.mean, direction, prior, c), momentum, precision)
 
 
-def vogn(grad: Tensor, squares: Tensor, old: Moved, prior: Prior, c: Numbers) -> Moved:
+def vogn(grad: Tensor, squares: Quotient, old: Moved, prior: Prior, c: Numbers) -> Moved:
     """[LSK20] figure 1, left: lines 4 to 8; `squares` is the mean of the squared gradients."""
     pull = grad + prior.decay * (old.mean - prior.centre)
     momentum = old.momentum + c.gain1 * (pull - old.momentum)
-    precision = old.precision + c.gain2 * (prior.decay - old.precision + squares)
+    precision = old.precision + c.gain2 * (prior.decay - old.precision + squares.numerator)
     direction = momentum * (c.unbias1 * c.bias2) / precision
     return Moved(_moved(old.mean, direction, prior, c), momentum, precision)
 
 
-def vadam(grad: Tensor, squares: Tensor, old: Moved, prior: Prior, c: Numbers) -> Moved:
+def vadam(grad: Tensor, squares: Quotient, old: Moved, prior: Prior, c: Numbers) -> Moved:
     """Khan et al. (2018): the squared mean gradient, and its square root in the mean's step."""
     pull = grad + prior.decay * (old.mean - prior.centre)
     momentum = old.momentum + c.gain1 * (pull - old.momentum)
-    precision = old.precision + c.gain2 * (prior.decay - old.precision + squares)
+    precision = old.precision + c.gain2 * (prior.decay - old.precision + squares.numerator)
     second = torch.clamp(precision - prior.decay, min=0.0) / c.bias2
     direction = momentum * c.unbias1 / (torch.sqrt(second) + prior.decay)
     return Moved(_moved(old.mean, direction, prior, c), momentum, precision)
 
 
-def improved(curved: Tensor, precision: Tensor, prior: Prior, c: Numbers) -> Tensor:
+def improved(curved: Quotient, precision: Tensor, prior: Prior, c: Numbers) -> Tensor:
     """s of the improved rule; `curved` is eps g, or its mean over samples."""
     root = torch.sqrt(precision)
-    factor = root + c.gain2 * (c.root_ess * curved + (prior.decay - precision) / root)
+    top = c.root_ess * curved.numerator * root + (prior.decay - precision) * curved.denominator
+    factor = root + c.gain2 * (top / (curved.denominator * root))
     return torch.clamp(0.5 * (precision + factor * factor), max=LARGEST)
 
 
