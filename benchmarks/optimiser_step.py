@@ -52,13 +52,14 @@ def parameters(shapes, device, dtype=torch.float32):
     return made
 
 
-def stepping(optimizer) -> Callable[[], None]:
-    """Sample, gradients that are there, mean, step."""
+def stepping(optimizer, block=None) -> Callable[[], None]:
+    """A step with gradients that are there, given anew inside a block: that of samples, or none."""
     params = optimizer.param_groups[0]["params"]
     gradients = [parameter.grad for parameter in params]
+    block = block or (lambda: optimizer.sampled_params(train=True))
 
     def step():
-        with optimizer.sampled_params(train=True):
+        with block():
             for parameter, gradient in zip(params, gradients, strict=True):
                 parameter.grad = gradient
         optimizer.step()
@@ -69,17 +70,7 @@ def stepping(optimizer) -> Callable[[], None]:
 
 
 def stepping_adam(params) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(params, fused=True)
-    gradients = [parameter.grad for parameter in params]
-
-    def step():
-        for parameter, gradient in zip(params, gradients, strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-        for parameter in params:
-            parameter.grad = None
-
-    return step
+    return stepping(torch.optim.AdamW(params, fused=True), contextlib.nullcontext)
 
 
 def stepping_public(params) -> Callable[[], None] | None:
@@ -87,18 +78,7 @@ def stepping_public(params) -> Callable[[], None] | None:
         return None
     import ivon
 
-    optimizer = ivon.IVON(params, lr=0.1, ess=50_000)
-    gradients = [parameter.grad for parameter in params]
-
-    def step():
-        with optimizer.sampled_params(train=True):
-            for parameter, gradient in zip(params, gradients, strict=True):
-                parameter.grad = gradient
-        optimizer.step()
-        for parameter in params:
-            parameter.grad = None
-
-    return step
+    return stepping(ivon.IVON(params, lr=0.1, ess=50_000))
 
 
 def timed(methods: dict[str, Callable[[], None]], rounds: int, repeats: int, device: str):

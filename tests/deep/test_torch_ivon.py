@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -831,9 +832,8 @@ def test_gradients_between_blocks_are_found():
 
 
 def test_a_seed_is_a_number_however_it_is_written():
-    numpy = pytest.importorskip("numpy")
     draws = []
-    for seed in (3, numpy.int64(3)):
+    for seed in (3, np.int64(3)):
         model = network()
         with small_ivon(model, seed=seed).sampled_params():
             draws.append(weights(model))

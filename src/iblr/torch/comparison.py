@@ -43,18 +43,15 @@ class Vadam(MeanFieldOptimizer):
         seed: SupportsIndex = 0,
         compiled: bool | None = None,
     ):
-        defaults = {
-            "lr": lr,
-            "ess": ess,
-            "hess_init": hess_init,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "clip_radius": clip_radius,
-            "rescale_lr": False,
-        }
         super().__init__(
             params,
-            defaults,
+            lr=lr,
+            ess=ess,
+            hess_init=hess_init,
+            betas=betas,
+            weight_decay=weight_decay,
+            clip_radius=clip_radius,
+            rescale_lr=False,
             mc_samples=1,
             prefetch_sample=False,
             seed=seed,
@@ -94,13 +91,11 @@ class VOGN(Vadam):
         return Accumulation(power=2)
 
     def _curved(self, slots: Sequence[Slot]) -> Sequence[Tensor]:
-        gathered = self._accumulation.curved
-        if not all(slot.parameter in gathered for slot in slots):
-            raise RuntimeError(
-                "VOGN.step(): gradients of single examples are missing. Call VOGN.backward(model, "
-                "loss, inputs, targets) inside the block, not loss.backward()."
-            )
-        return [gathered[slot.parameter] for slot in slots]
+        return self._gathered(
+            slots,
+            "gradients of single examples are missing. Call VOGN.backward(model, loss, inputs, "
+            "targets) inside the block, not loss.backward().",
+        )
 
     def backward(
         self,

@@ -72,19 +72,16 @@ class IVON(MeanFieldOptimizer):
     ):
         if variant not in ("ivon", "icml2020"):
             raise ValueError(f'IVON(variant={variant!r}): give "ivon" or "icml2020".')
-        defaults = {
-            "lr": lr,
-            "ess": ess,
-            "hess_init": hess_init,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "clip_radius": clip_radius,
-            "variant": variant,
-            "rescale_lr": variant == "ivon" if rescale_lr is None else rescale_lr,
-        }
         super().__init__(
             params,
-            defaults,
+            lr=lr,
+            ess=ess,
+            hess_init=hess_init,
+            betas=betas,
+            weight_decay=weight_decay,
+            clip_radius=clip_radius,
+            variant=variant,
+            rescale_lr=variant == "ivon" if rescale_lr is None else rescale_lr,
             mc_samples=mc_samples,
             prefetch_sample=prefetch_sample,
             seed=seed,

@@ -17,23 +17,11 @@ from torch.distributed.tensor import DTensor
 from iblr.torch.layout import flat_like, local
 from iblr.torch.noise import streams
 from iblr.torch.rules import Numbers, Rule, icml2020, ivon, numbers
-from iblr.torch.slots import Sample, Slot
+from iblr.torch.slots import STATE, Sample, Slot
 
 CHUNK, BLOCK, WARPS = 4096, 512, 4
 ASYNCHRONOUS = 2**16  # bytes up to which CUDA copies from any memory without waiting
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_NUMBERS = (
-    "root_ess",
-    "per_ess",
-    "gain1",
-    "gain2",
-    "decay",
-    "centre",
-    "rate",
-    "rate_decay",
-    "radius",
-)
-_STATE = ("mean", "momentum", "precision", "prior_mean", "prior_precision")
 
 
 def fits(parameter: Tensor, rule: Rule | None = None) -> bool:
@@ -155,7 +143,7 @@ class _Batch:
         self.table = np.zeros((len(slots), len(kernels.FIELDS)), dtype=np.int64)
         self.table[:, self.column["size"]] = [one.numel() for one in here]
         self.table[:, self.column["steps"]] = [slot.state["step"].data_ptr() for slot in slots]
-        for name in _STATE:
+        for name in STATE:
             if name in slots[0].state:
                 pointers = [local(slot.state[name]).data_ptr() for slot in slots]
                 self.table[:, self.column[name]] = pointers
@@ -248,8 +236,10 @@ class _Batch:
         if found == self._numbers:
             return
         self._numbers = found
-        rows = np.array([[getattr(one, name) for name in _NUMBERS] for one in found])
-        self.table[:, self.column["root_ess"] :] = rows[self.group_of].view(np.int64)
+        begin = self.column["root_ess"]
+        names = list(self.column)[begin:]
+        rows = np.array([[getattr(one, name) for name in names] for one in found])
+        self.table[:, begin:] = rows[self.group_of].view(np.int64)
 
     def _upload(self) -> None:
         self._aligned = not (self.table[:, : self.column["steps"]] % 16).any()

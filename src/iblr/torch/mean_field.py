@@ -48,7 +48,6 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        defaults: dict[str, Any],
         *,
         mc_samples: int,
         prefetch_sample: bool,
@@ -56,6 +55,7 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
         compiled: bool | None,
         prior_mean: Number | Sequence[Tensor] | None,
         prior_precision: Number | Sequence[Tensor] | None,
+        **of_groups: Any,
     ):
         if not isinstance(mc_samples, int) or mc_samples < 1:
             raise ValueError(f"{self._name}(mc_samples={mc_samples}): give 1 or more samples.")
@@ -74,7 +74,7 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
         )
         counters = {"seed": int(operator.index(seed)), "draws": 0, "predictions": 0, "refused": 0}
         priors = {"prior_mean": float(single_mean), "prior_precision": single_precision}
-        super().__init__(params, {**defaults, **priors, **counters})
+        super().__init__(params, {**of_groups, **priors, **counters})
         for name, value in (("prior_mean", prior_mean), ("prior_precision", prior_precision)):
             if value is not None and not isinstance(value, int | float):
                 set_prior(self._name, name, self.param_groups, self.state, value)
@@ -208,11 +208,8 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
 
     def mean_where_sampled(self, parameter: Tensor) -> Tensor | None:
         """The mean of a parameter that holds a sample now; None for one that holds the mean."""
-        slots = [] if self._made is None else self._made.slots
-        for slot in slots:
-            if slot.parameter is parameter and slot.held is not None:
-                return slot.state["mean"]
-        return None
+        slot = None if self._made is None else self._made.slot_of.get(parameter)
+        return None if slot is None or slot.held is None else slot.state["mean"]
 
     @property
     def refused_steps(self) -> int:
@@ -222,13 +219,11 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
     # ---- what torch.optim asks for ----
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, and what was gathered with them."""
+        """Drop the gradients, and what was gathered; in the block of a later sample, only them."""
         super().zero_grad(set_to_none)
         self._leftover = []
         if not (self._inside and self._accumulation.blocks % self.mc_samples):
-            self._accumulation = (
-                self._new_accumulation()
-            )  # in a block of a later sample, the earlier stay
+            self._accumulation = self._new_accumulation()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `torch.optim.Optimizer`; the seed and the count of draws are those of the others."""
@@ -284,11 +279,13 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
 
     def _curved(self, slots: Sequence[Slot]) -> Sequence[Tensor | None]:
         """What the rule estimates the curvature by, flat; None: noise times gradient."""
+        return self._gathered(slots, OUTSIDE) if self.mc_samples > 1 else [None] * len(slots)
+
+    def _gathered(self, slots: Sequence[Slot], missing: str) -> list[Tensor]:
+        """What was gathered in blocks, which must be there of all."""
         gathered = self._accumulation.curved
-        if not gathered:
-            return [None] * len(slots)
         if not all(slot.parameter in gathered for slot in slots):
-            raise RuntimeError(f"{self._name}.step(): {OUTSIDE}")
+            raise RuntimeError(f"{self._name}.step(): {missing}")
         return [gathered[slot.parameter] for slot in slots]
 
     def _new_accumulation(self) -> Accumulation:

@@ -10,6 +10,9 @@ from torch import Tensor
 from iblr.torch.layout import first_index, flat, flat_like, local
 from iblr.torch.noise import streams
 
+# What is laid out in memory as the parameter is.
+STATE = ("mean", "momentum", "precision", "prior_mean", "prior_precision")
+
 
 class Sample(NamedTuple):
     """One of a training step, or one for predictions made after so many steps."""
@@ -83,10 +86,9 @@ class Cell(NamedTuple):
 
 def cell_of(slot: Slot, curved: Tensor | None = None) -> Cell:
     """The views of a slot."""
-    names = ("weights", "mean", "momentum", "precision", "prior_mean", "prior_precision")
     grad = slot.parameter.grad
     gradient = None if grad is None else flat_like(grad, slot.parameter)
-    tensors: Any = [*map(slot.flat, names), gradient, curved]
+    tensors: Any = [*map(slot.flat, ("weights", *STATE)), gradient, curved]
     return Cell(*tensors)
 
 

@@ -18,12 +18,11 @@ from iblr.torch import kernels
 from iblr.torch.layout import check_dense, local, master
 from iblr.torch.paths import Loop, can_compile
 from iblr.torch.rules import Rule, decay
-from iblr.torch.slots import Sample, Slot
+from iblr.torch.slots import STATE, Sample, Slot
 
 WORTH_COMPILING = 2**17  # entries on the CPU from which the wait for a compiler pays
 MANY = 64
 BEING_WRITTEN = Sample(False, -1, -1)
-LAID_OUT = ("mean", "momentum", "precision", "prior_mean", "prior_precision")
 
 
 class Work(NamedTuple):
@@ -53,6 +52,7 @@ class Weights:
     ):
         self._groups, self._state, self._compiled, self._rule = groups, state, compiled, rule
         self.slots: list[Slot] = []
+        self.slot_of: dict[Tensor, Slot] = {}
         self.grow()
 
     def grow(self) -> None:
@@ -61,7 +61,9 @@ class Weights:
         for number in range(len(self.slots), len(every)):
             group, parameter = every[number]
             begin_state(group, parameter, self._state[parameter])
-            self.slots.append(Slot.of(group, number, parameter, self._state[parameter]))
+            slot = Slot.of(group, number, parameter, self._state[parameter])
+            self.slots.append(slot)
+            self.slot_of[parameter] = slot
         self.sharded = any(isinstance(slot.parameter, DTensor) for slot in self.slots)
         self._plan_anew()
 
@@ -184,11 +186,11 @@ def step_device(parameter: Tensor) -> torch.device:
 
 def lay_out_like(parameter: Tensor, state: dict[str, Any]) -> None:
     """Put a parameter's state where the parameter is, with its axes in memory as they are there."""
-    for name in LAID_OUT:
+    for name in STATE:
         if name in state:
             fresh = torch.empty_like(parameter, dtype=master(parameter), requires_grad=False)
             state[name] = fresh.copy_(state[name])
-    state["step"] = state["step"].to(step_device(parameter), torch.float32)
+    state["step"] = state["step"].to(step_device(parameter), torch.float32, copy=True)
 
 
 def _moved(slot: Slot) -> bool:

@@ -37,6 +37,15 @@ OURS = "IVON"
 PAPER = "iBLR-adam"
 
 
+def _adamw(*grid: float) -> Trainer:
+    return Trainer(
+        "AdamW",
+        lambda schedule, ess: optax.adamw(schedule, weight_decay=1e-2),
+        grid,
+        "optax.adamw(weight_decay=1e-2)",
+    )
+
+
 def _trainers(b2: float, ours: float) -> tuple[Trainer, ...]:
     """All methods; with decays of the precision for the paper's two, and for IVON."""
     return (
@@ -64,12 +73,7 @@ def _trainers(b2: float, ours: float) -> tuple[Trainer, ...]:
             bayesian=True,
             squares=True,
         ),
-        Trainer(
-            "AdamW",
-            lambda schedule, ess: optax.adamw(schedule, weight_decay=1e-2),
-            (3e-5, 1e-4, 3e-4, 1e-3),
-            "optax.adamw(weight_decay=1e-2)",
-        ),
+        _adamw(3e-5, 1e-4, 3e-4, 1e-3),
         Trainer(
             "SGD",
             _sgd,
@@ -100,12 +104,7 @@ WRITERS = (
         "rescale_lr=False)",
         bayesian=True,
     ),
-    Trainer(
-        "AdamW",
-        lambda schedule, ess: optax.adamw(schedule, weight_decay=1e-2),
-        (3e-4, 1e-3, 3e-3, 1e-2),
-        "optax.adamw(weight_decay=1e-2)",
-    ),
+    _adamw(3e-4, 1e-3, 3e-3, 1e-2),
 )
 
 
