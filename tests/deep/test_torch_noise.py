@@ -6,47 +6,69 @@ import torch
 from scipy import stats
 from scipy.special import ndtri
 
-from iblr.torch.noise import normal, streams
+from iblr.torch import noise, paths
+from iblr.torch.noise import normal, stream_at, streams
+from iblr.torch.slots import Sample, Slot, stream_of
+
+WORD = 2**32
 
 
 def stream(*place, parameter=0, first=0):
-    return torch.from_numpy(streams(place, [parameter], [first])[0])
+    return torch.from_numpy(stream_at(streams(place, [parameter])[0], first))
 
 
-def squares(counter, key):
-    """Widynski's generator in Python's integers: 32 bits of i key + offset."""
-    word = (1 << 64) - 1
-
-    def swapped(x):
-        return (x >> 32) | ((x << 32) & word)
-
-    x = y = counter & word
-    z = (y + key) & word
-    x = swapped((x * x + y) & word)
-    x = swapped((x * x + z) & word)
-    x = swapped((x * x + y) & word)
-    return ((x * x + z) & word) >> 32
+def bits(index, key, offset, m, n):
+    """The generator in Python's integers: the hash triple32, with words added between rounds."""
+    high, low = divmod(index, WORD)
+    x = (low * key + offset) % WORD
+    x = ((x ^ x >> 17) * 0xED5AD4BB + m + high * 0x9E3779B9) % WORD
+    x = ((x ^ x >> 11) * 0xAC4C1B51 + n) % WORD
+    x = (x ^ x >> 15) * 0x31848BAB % WORD
+    return x ^ x >> 14
 
 
-def test_the_numbers_are_quantiles_of_the_bits_of_squares():
-    begin = stream(1, 2, 3)
-    key, offset = (int(value) % 2**64 for value in begin)
-    bits = np.array([squares(index * key + offset, key) for index in range(2000)])
-    p = ((bits & 0x7FFFFFFF) + 0.5) / 2**32
-    expected = np.where(bits >> 31, ndtri(p), -ndtri(p))
-    np.testing.assert_allclose(normal(2000, begin).numpy(), expected, atol=4e-6)
-    assert key % 2 == 1
+@pytest.mark.parametrize("first", [0, 2**31 - 1000, 5 * 2**32 + 77])
+def test_the_numbers_are_quantiles_of_the_bits_of_the_generator(first):
+    words = [int(word) % WORD for word in stream(1, 2, 3)]
+    drawn = np.array([bits(first + index, *words) for index in range(2000)])
+    p = ((drawn & 0x7FFFFFFF) + 0.5) / 2**32
+    expected = np.where(drawn >> 31, ndtri(p), -ndtri(p))
+    numbers = normal(2000, stream(1, 2, 3, first=first)).numpy()
+    np.testing.assert_allclose(numbers, expected, atol=4e-6)
+    assert words[0] % 2 == 1
 
 
 def test_extreme_bits_give_finite_quantiles():
     # p = 2^-33 (all bits zero) and p = 1/2 - 2^-33 (all 31 bits set): the ends of the range
-    for bits, expected in ((0, -ndtri(2.0**-33)), (0x7FFFFFFF, 0.0)):
-        p = torch.tensor([(bits + 0.5) / 2**32], dtype=torch.float32)
-        from iblr.torch.noise import DENOMINATOR, NUMERATOR, _log, polynomial
-
-        t = torch.sqrt(-2.0 * _log(p))
-        size = polynomial(t, NUMERATOR) / polynomial(t, DENOMINATOR)
+    for drawn, expected in ((0, -ndtri(2.0**-33)), (0x7FFFFFFF, 0.0)):
+        p = torch.tensor([(drawn + 0.5) / 2**32], dtype=torch.float32)
+        t = torch.sqrt(-2.0 * noise._log(p))
+        size = noise.quantile_numerator(t) / noise.quantile_denominator(t)
         assert size.item() == pytest.approx(expected, abs=3e-6)
+
+
+def test_every_bit_of_the_index_reaches_every_bit_of_the_result():
+    """Half of the bits change, within the error of 2^14 draws, when one of the index does."""
+    rng = np.random.default_rng(0)
+    words = torch.from_numpy(rng.integers(-(2**31), 2**31, (3, 2**14), dtype=np.int32))
+    before = noise.scrambled(*words).numpy()
+    for bit in range(32):
+        flip = np.uint32(1 << bit).astype(np.int32)
+        changed = (noise.scrambled(words[0] ^ flip, *words[1:]).numpy() ^ before).view(np.uint8)
+        share = np.unpackbits(changed).reshape(-1, 32).mean(0)
+        assert np.abs(share - 0.5).max() * 2 * 2**7 < 5
+
+
+@pytest.mark.parametrize("lag", [1, 2, 16, 65536])
+def test_bits_of_neighbours_are_independent(lag):
+    """Pairs of bytes, the highest and the lowest, by a chi-square test."""
+    place = torch.arange(2**21, dtype=torch.int32)
+    key, offset, m, n = stream(0, 9)
+    drawn = noise.scrambled(place * key + offset, m, n).numpy().view(np.uint32).astype(np.int64)
+    for shift in (0, 24):
+        byte = (drawn >> shift) & 255
+        counts = np.bincount(byte[lag:] * 256 + byte[:-lag], minlength=2**16)
+        assert stats.chisquare(counts).pvalue > 1e-4
 
 
 def test_moments_and_distribution():
@@ -85,4 +107,12 @@ def test_a_slice_is_drawn_without_the_rest():
 def test_indices_beyond_32_bits_go_on():
     begin = stream(7, first=2**40)
     assert stats.kstest(normal(20_000, begin).numpy(), "norm").pvalue > 1e-4
-    assert not torch.equal(normal(100, begin), normal(100, stream(7, first=2**40 % 2**32)))
+    assert not torch.equal(normal(100, begin), normal(100, stream(7)))
+
+
+def test_a_shard_may_lie_on_both_sides_of_32_bits():
+    slot = Slot({"seed": 3}, 0, torch.zeros(100), {}, first=2**32 - 40)
+    (words,) = stream_of([slot], Sample(True, 0, 0))
+    low = normal(40, torch.from_numpy(stream_at(words, 2**32 - 40)))
+    high = normal(60, torch.from_numpy(stream_at(words, 2**32)))
+    assert torch.equal(paths.noise_of(slot, Sample(True, 0, 0)), torch.cat([low, high]))

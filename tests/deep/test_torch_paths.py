@@ -36,7 +36,7 @@ def slots(prior, dtype):
         state |= {"precision": torch.rand(size) + 0.1, "step": torch.tensor(3.0)}
         if prior:
             state |= {"prior_mean": torch.randn(size), "prior_precision": torch.rand(size) + 1}
-        found.append(Slot.of(group, number, parameter, state))
+        found.append(Slot(group, number, parameter, state, first=number * (2**32 - 100)))
     return found
 
 
@@ -55,7 +55,10 @@ with torch.no_grad():
             for a, b in zip(ours, plain):
                 assert torch.allclose(a.parameter, b.parameter, **close), "draw"
             curved = [torch.randn(s.parameter.numel()) if with_curved else None for s in ours]
-            fused.advance(rule, ours, curved, now, following, torch.tensor(float(refused)))
+            if refused:
+                ours[1].parameter.grad[7] = float("nan")
+            assert fused.prepare(ours, curved, now, following) == int(refused)
+            fused.advance(rule, ours, curved, now, following)
             if not refused:
                 loop.advance(rule, plain, curved, now, following)
             elif following:
@@ -68,10 +71,10 @@ with torch.no_grad():
                 for name, value in a.state.items():
                     assert torch.allclose(value, b.state[name], rtol=1e-5, atol=1e-6), (name, rule)
     good = slots(False, torch.float32)
-    assert kernels.Fused().any_nonfinite(good, now, None) == 0
+    assert kernels.Fused().prepare(good, [None] * 3, now, None) == 0
     for bad in (float("nan"), float("-inf")):
         good[1].parameter.grad[-1] = bad
-        assert kernels.Fused().any_nonfinite(good, now, None) == 1
+        assert kernels.Fused().prepare(good, [None] * 3, now, None) == 1
 print("agreed")
 """
 

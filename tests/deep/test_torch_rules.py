@@ -8,11 +8,9 @@ import pytest
 import torch
 
 import iblr.optax
-from iblr.torch import IVON, VOGN, Vadam
-from iblr.torch.noise import normal
-from iblr.torch.paths import Loop
+from iblr.torch import IVON, VOGN, Vadam, paths
 from iblr.torch.rules import icml2020, ivon
-from iblr.torch.slots import Sample, Slot, stream_of
+from iblr.torch.slots import Sample, Slot
 
 SETTINGS = {"hess_init": 0.7, "weight_decay": 1e-2}
 LR, ESS, BETAS = 0.05, 400.0, (0.9, 0.98)
@@ -22,9 +20,7 @@ def noise_of(optimizer, sample=0):
     """The noise of the step that comes next, in the shape of its first parameter."""
     slot = optimizer._weights.slots[0]
     step = optimizer.param_groups[0]["draws"]
-    begin = stream_of([slot], Sample(True, step, sample))[0]
-    size = slot.parameter.numel()
-    return normal(size, torch.from_numpy(begin)).reshape(slot.parameter.shape).numpy()
+    return paths.noise_of(slot, Sample(True, step, sample)).reshape(slot.parameter.shape).numpy()
 
 
 def steps_of_torch(make, count=200, size=12):
@@ -203,7 +199,7 @@ def test_the_precision_never_falls_below_half_and_stays_finite(rule, dtype):
             noise = torch.from_numpy(rng.normal(size=cases).clip(-1, 1))
             parameter.grad = (scale * noise).to(dtype)
             with torch.no_grad():
-                Loop(False).advance(rule, [slot], [None], Sample(True, step, 0), None)
+                paths.Loop(False).advance(rule, [slot], [None], Sample(True, step, 0), None)
             ratio = state["precision"] / before
             lowest = min(lowest, ratio.min().item())
             assert torch.isfinite(state["precision"]).all()

@@ -6,7 +6,7 @@ step to step (the addresses of the state, sizes, the pieces of work) is kept bet
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,18 +34,6 @@ def fits(parameter: Tensor, rule: Rule | None = None) -> bool:
     )
 
 
-def share_steps(slots: Sequence[Slot]) -> None:
-    """Let the counts of steps of a device's parameters be one tensor, counted up at once."""
-    by_device: dict[torch.device, list[Slot]] = {}
-    for slot in slots:
-        if fits(slot.parameter):
-            by_device.setdefault(slot.parameter.device, []).append(slot)
-    for some in by_device.values():
-        together = torch.stack([slot.state["step"] for slot in some])
-        for slot, step in zip(some, together.unbind(), strict=True):
-            slot.state["step"] = step
-
-
 class Fused:
     """All parameters of a device and dtype by one kernel."""
 
@@ -59,20 +47,24 @@ class Fused:
             batch.launch("draw", WEIGHTS=_triton_dtype(batch.dtype))
             batch.note_written()
 
-    def takes_at_once(self, slots: Sequence[Slot], path: Any) -> bool:
-        """Whether one launch does it."""
-        return path is self and len(self._batched(slots)) == 1
-
-    def any_nonfinite(
-        self, slots: Sequence[Slot], sample: Sample, following: Sample | None
+    def prepare(
+        self,
+        slots: Sequence[Slot],
+        curved: Sequence[Tensor | None],
+        sample: Sample,
+        following: Sample | None,
     ) -> Tensor:
-        """Prepare a step; 1 if a gradient is not finite, otherwise 0, on the device."""
-        found = torch.zeros((), device=slots[0].parameter.device)
-        for batch in self._batched(slots):
+        """All of a step but the step; a number on the device: not 0 if it is to be refused."""
+        curved_of = dict(zip(slots, curved, strict=True)) if curved[0] is not None else {}
+        batches = self._batched(slots)
+        for batch in batches:
             batch.fill_grads()
+            batch.fill_curved(curved_of)
             batch.fill(sample, following)
-            batch.launch("find_nonfinite", found, GRAD=_triton_dtype(batch.grads[0].dtype))
-        return found
+        for batch in batches:
+            refused = self._refused(batches, batch.device)
+            batch.launch("look", refused, GRAD=_triton_dtype(batch.grads[0].dtype))
+        return batches[0].refused
 
     def advance(
         self,
@@ -81,34 +73,29 @@ class Fused:
         curved: Sequence[Tensor | None],
         sample: Sample,
         following: Sample | None,
-        refused: Tensor | bool = False,
     ) -> None:
         """A step of every parameter, and the mean or the following sample into the weights."""
-        for batch in self._batched(slots):
-            flag = refused
-            if not isinstance(flag, Tensor):
-                flag = torch.zeros((), device=batch.device)
-            if not batch.grads:
-                batch.fill_grads()
-                batch.fill(sample, following)
-            has_curved = curved[0] is not None
-            if has_curved:
-                by_slot = dict(zip(slots, curved, strict=True))
-                batch.fill_curved([by_slot[slot] for slot in batch.slots])
+        batches = self._batched(slots)
+        if not batches[0].grads:
+            self.prepare(slots, curved, sample, following)
+        for batch in batches:
             batch.launch(
                 "advance",
-                flag,
+                self._refused(batches, batch.device),
                 WEIGHTS=_triton_dtype(batch.dtype),
                 GRAD=_triton_dtype(batch.grads[0].dtype),
                 ICML2020=rule is icml2020,
-                HAS_CURVED=has_curved,
+                HAS_CURVED=batch.has_curved,
                 HAS_PRIOR_MEAN="prior_mean" in batch.slots[0].state,
                 HAS_PRIOR_PRECISION="prior_precision" in batch.slots[0].state,
                 PREFETCH=following is not None,
             )
             batch.grads = []
             batch.note_written()
-            batch.count(flag)
+
+    def _refused(self, batches: "Sequence[_Batch]", device: torch.device) -> Tensor:
+        """One number for all parameters of a device."""
+        return next(batch.refused for batch in batches if batch.device == device)
 
     def _batched(self, slots: Sequence[Slot]) -> "list[_Batch]":
         """Parameters that one launch can take; found anew for a list not seen before."""
@@ -140,25 +127,27 @@ class _Batch:
         self.column = {name: index for index, name in enumerate(kernels.FIELDS)}
         here = [local(slot.parameter) for slot in slots]
         self.device, self.dtype = here[0].device, here[0].dtype
-        self.table = np.zeros((len(slots), len(kernels.FIELDS)), dtype=np.int64)
+        # Behind the table stands one number more: whether the step is refused.
+        self._flat = np.zeros(len(slots) * len(kernels.FIELDS) + 1, dtype=np.int64)
+        self.table = self._flat[:-1].reshape(len(slots), -1)
         self.table[:, self.column["size"]] = [one.numel() for one in here]
         self.table[:, self.column["steps"]] = [slot.state["step"].data_ptr() for slot in slots]
         for name in STATE:
             if name in slots[0].state:
                 pointers = [local(slot.state[name]).data_ptr() for slot in slots]
                 self.table[:, self.column[name]] = pointers
-        pieces = [-(-one.numel() // CHUNK) for one in here]
+        pieces = [max(-(-one.numel() // CHUNK), 1) for one in here]
         tensors = np.repeat(np.arange(len(slots)), pieces)
         places = np.concatenate([np.arange(count) for count in pieces])
         chunks = np.stack([tensors, places], axis=1).astype(np.int32)
         self.programs = len(chunks)
         self.chunks = torch.from_numpy(chunks).to(self.device)
         self.numbers = np.array([slot.number for slot in slots])
-        self.first = np.array([slot.first for slot in slots])
-        base = slots[0].state["step"]._base
-        self.steps = base if base is not None and len(base) == len(slots) else None
+        self._fill("first", [slot.first for slot in slots])
         self.sharded = any(isinstance(slot.parameter, DTensor) for slot in slots)
+        self.strides = [one.stride() for one in here]
         self.grads: list[Tensor] = []
+        self.has_curved = False
         groups = {id(slot.group): slot.group for slot in slots}
         place = {name: index for index, name in enumerate(groups)}
         self.groups = list(groups.values())
@@ -173,9 +162,9 @@ class _Batch:
     def fill(self, sample: Sample, following: Sample | None = None) -> None:
         """Whatever changes from step to step but gradients, and the table onto the device."""
         self._fill("weights", [one.data_ptr() for one in self.weights()])
-        self._fill_streams("key", sample)
+        self._fill_streams("stream", sample)
         if following is not None:
-            self._fill_streams("next_key", following)
+            self._fill_streams("next_stream", following)
         self._fill_numbers()
         self._upload()
 
@@ -185,40 +174,29 @@ class _Batch:
         if self.sharded:
             grads = [local(grad) for grad in grads]
         self.grads = [
-            grad if grad.stride() == one.stride() else flat_like(grad, one)
-            for grad, one in zip(grads, self.weights(), strict=True)
+            grad if grad.stride() == strides else flat_like(grad, one)
+            for grad, one, strides in zip(grads, self.weights(), self.strides, strict=True)
         ]
         self._fill("grad", [grad.data_ptr() for grad in self.grads])
 
-    def fill_curved(self, curved: Sequence[Any]) -> None:
-        """The mean of eps g over samples."""
-        self._fill("curved", [one.data_ptr() for one in curved])
-        self._upload()
+    def fill_curved(self, curved: Mapping[Slot, Any]) -> None:
+        """The mean of eps g over samples, if there were several."""
+        self.has_curved = bool(curved)
+        if curved:
+            self._fill("curved", [curved[slot].data_ptr() for slot in self.slots])
 
     def launch(self, name: str, *arguments: Tensor, **options: Any) -> None:
         """One of the kernels."""
-        if self.programs:
-            getattr(_kernels(), name)[(self.programs,)](
-                self._on_device,
-                self.chunks,
-                *arguments,
-                ALIGNED=self._aligned,
-                CHUNK=CHUNK,
-                BLOCK=BLOCK,
-                num_warps=WARPS,
-                **options,
-            )
-
-    def count(self, refused: Tensor) -> None:
-        """One step more, unless it was refused."""
-        accepted = 1.0 - refused
-        if self.steps is not None:
-            self.steps += accepted
-        else:
-            steps = [slot.state["step"] for slot in self.slots]
-            torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
-                steps, [accepted] * len(steps)
-            )
+        getattr(_kernels(), name)[(self.programs,)](
+            self._on_device,
+            self.chunks,
+            *arguments,
+            ALIGNED=self._aligned,
+            CHUNK=CHUNK,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+            **options,
+        )
 
     def note_written(self) -> None:
         """Tell autograd that the parameters changed."""
@@ -228,7 +206,7 @@ class _Batch:
         column = self.column[name]
         place = sample.place(self.slots[0].group["seed"])
         if place != self._latest[0]:
-            self._latest = place, streams(place, self.numbers, self.first)
+            self._latest = place, streams(place, self.numbers).view(np.int64)
         self.table[:, column : column + 2] = self._latest[1]
 
     def _fill_numbers(self) -> None:
@@ -243,12 +221,12 @@ class _Batch:
 
     def _upload(self) -> None:
         self._aligned = not (self.table[:, : self.column["steps"]] % 16).any()
-        table = torch.from_numpy(self.table)
+        table = torch.from_numpy(self._flat)
         if self.device.type == "cuda":
-            if self.table.nbytes > ASYNCHRONOUS:
+            if self._flat.nbytes > ASYNCHRONOUS:
                 table = table.pin_memory()
             table = table.to(self.device, non_blocking=True)
-        self._on_device = table
+        self._on_device, self.refused = table, table[-1]
 
     def _fill(self, name: str, values: Sequence[int]) -> None:
         self.table[:, self.column[name]] = values

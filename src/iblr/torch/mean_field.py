@@ -17,15 +17,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from iblr.torch.accumulation import Accumulation
+from iblr.torch.kernels import Fused
 from iblr.torch.layout import local
-from iblr.torch.noise import normal
+from iblr.torch.paths import noise_of
 from iblr.torch.posterior import MeanField
 from iblr.torch.refusals import Refusals
 from iblr.torch.rules import Number, Rule
 from iblr.torch.saving import hand_out_means
 from iblr.torch.settings import check_group, set_prior
-from iblr.torch.slots import Sample, Slot, stream_of
-from iblr.torch.weights import Weights, Work, lay_out_like
+from iblr.torch.slots import Sample, Slot
+from iblr.torch.weights import Weights, lay_out_like
 
 OUTSIDE = (
     "there are gradients that were not taken at a sample. They say nothing of the curvature. Call "
@@ -358,7 +359,8 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
     def _end(self, train: bool) -> None:
         if train:
             self._check_leftover()
-            if any(_is_sparse(slot.parameter.grad) for slot in self._weights.trained()):
+            grads = [slot.parameter.grad for slot in self._weights.trained()]
+            if any([one is not None and one.layout is not torch.strided for one in grads]):
                 raise RuntimeError(f"{self._name}: sparse gradients are not supported.")
             if self.mc_samples > 1:
                 self._gather()
@@ -367,10 +369,8 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
             self._weights.hold(None)
 
     def _gather(self) -> None:
-        slots = self._weights.trained()
-        for slot, begin in zip(slots, stream_of(slots, self._sample), strict=True):
-            size = local(slot.parameter).numel()
-            noise = normal(size, torch.from_numpy(begin).to(slot.parameter.device))
+        for slot in self._weights.trained():
+            noise = noise_of(slot, self._sample)
             self._accumulation.add(slot.parameter, noise, self.mc_samples)
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
@@ -395,53 +395,45 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
         draws = self.param_groups[0]["draws"]
         sample = Sample(True, draws, 0)
         following = Sample(True, draws + 1, 0) if self.prefetch_sample else None
-        weights, plan = self._weights, self._weights.plan(live, of_step=True)
-        refused = self._refused(live, plan, sample, following)
-        if refused is not True:
-            for path, rule, some in plan:
-                curved = self._curved(some)
-                path.advance(rule, some, curved, sample, following, refused)  # pyright: ignore
-            weights.note(live, following)
-        self._set_counter("draws", draws + 1)
-        weights.hold(following)
-
-    def _refused(
-        self,
-        live: Sequence[Slot],
-        plan: Sequence[Work],
-        sample: Sample,
-        following: Sample | None,
-    ) -> Tensor | bool:
-        """Whether a gradient is not finite: known, or as a number on the GPU that does the step."""
-        meshes: list[Any] = []
-        if self._weights.sharded:  # all shards ask one another, whether they have gradients or not
-            every = [slot.parameter for slot in self._weights.slots]
-            meshes = [one.device_mesh for one in every if isinstance(one, DTensor)]
-        if not live and not meshes:
-            return False
-        fused = self._weights.fused
-        if len(plan) == 1 and fused.takes_at_once(plan[0].slots, plan[0].path):
-            flag = fused.any_nonfinite(plan[0].slots, sample, following)
-            _share(flag, meshes)
+        work = self._weights.plan(live, of_step=True)
+        curved = [self._curved(one.slots) for one in work]
+        at_once = len(work) == 1 and len({slot.parameter.device for slot in live}) == 1
+        if at_once and isinstance(work[0].path, Fused):  # the GPU will see
+            flag = work[0].path.prepare(work[0].slots, curved[0], sample, following)
+            self._share(flag)
             self._refusals.add_on_device(flag)
-            return flag
+            refused = False
+        else:
+            refused = self._is_refused(live)
+        if not refused:
+            for (path, rule, some), extra in zip(work, curved, strict=True):
+                path.advance(rule, some, extra, sample, following)  # pyright: ignore
+            self._weights.note(live, following)
+        self._set_counter("draws", draws + 1)
+        self._weights.hold(following)
+
+    def _is_refused(self, live: Sequence[Slot]) -> bool:
+        """Whether a gradient is not finite."""
         wrong = any(_is_nonfinite(local(slot.parameter.grad)) for slot in live)  # pyright: ignore
-        if meshes:
+        if self._weights.sharded:
             device = self._weights.slots[0].parameter.device
-            flag = torch.tensor(float(wrong), device=device)
-            _share(flag, meshes)
-            wrong = bool(flag)
+            wrong = bool(self._share(torch.tensor(int(wrong), device=device)))
         if wrong:
             self._refusals.add()
         return wrong
 
+    def _share(self, flag: Tensor) -> Tensor:
+        """What one shard found holds for all, which ask whether they have gradients or not."""
+        every = [slot.parameter for slot in self._weights.slots] if self._weights.sharded else []
+        for mesh in dict.fromkeys(one.device_mesh for one in every if isinstance(one, DTensor)):
+            for axis in range(mesh.ndim):
+                group = mesh.get_group(axis)
+                torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
+        return flag
+
     def _set_counter(self, name: str, value: int) -> None:
         for group in self.param_groups:
             group[name] = value
-
-
-def _is_sparse(grad: Tensor | None) -> bool:
-    return grad is not None and grad.layout is not torch.strided
 
 
 def _precise(values: Tensor) -> Tensor:
@@ -453,14 +445,6 @@ def _precise(values: Tensor) -> Tensor:
 def _is_nonfinite(grad: Tensor) -> bool:
     total = grad.sum(dtype=torch.float32)
     return not bool(total.isfinite()) and not bool(grad.isfinite().all())
-
-
-def _share(flag: Tensor, meshes: Sequence[Any]) -> None:
-    """What one shard found holds for all."""
-    for mesh in dict.fromkeys(meshes):
-        for axis in range(mesh.ndim):
-            group = mesh.get_group(axis)
-            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from iblr.torch.layout import local
-from iblr.torch.noise import normal_quotient
+from iblr.torch.noise import PERIOD, normal, normal_quotient, stream_at
 from iblr.torch.rules import Moved, Numbers, Prior, Quotient, Rule, numbers
 from iblr.torch.slots import Cell, Sample, Slot, cell_of, stream_of
 
@@ -95,10 +95,8 @@ class Loop:
         curved: Sequence[Tensor | None],
         sample: Sample,
         following: Sample | None,
-        refused: Tensor | bool = False,
     ) -> None:
         """A step of every parameter, and the mean or the following sample into the weights."""
-        assert not isinstance(refused, Tensor)
         noise = [stream_of(slots, one) for one in (sample, following) if one is not None]
         for batch in batches(slots, *noise, curved=curved, few=self._few):
             steps = batch.slots[0].state["step"]
@@ -113,9 +111,9 @@ class Loop:
                 slot.state["step"] += 1
 
     def _parts(self, batch: "Batch") -> Iterator[slice]:
-        size = batch.cell.mean.shape[0]
-        step = size if self.compiled and batch.is_large else CHUNK
-        return (slice(begin, min(begin + step, size)) for begin in range(0, size, max(step, 1)))
+        large = self.compiled and batch.is_large
+        first = batch.slots[0].first if batch.is_large else 0
+        return pieces(first, batch.cell.mean.shape[0], PERIOD if large else CHUNK)
 
 
 class Batch:
@@ -139,9 +137,8 @@ class Batch:
         """Where the noise of some entries begins: the first kind of noise, or the second."""
         if not self.is_large:
             return self._places[which][:, part]
-        stream = self._noise[which][0]
-        skipped = stream + np.array([0, part.start]) * stream[0]
-        return torch.from_numpy(skipped).to(self.cell.mean.device)
+        begun = stream_at(self._noise[which][0], self.slots[0].first + part.start)
+        return torch.from_numpy(begun).to(self.cell.mean.device)
 
     def write_back(self, *names: str) -> None:
         """What was computed into the parameters, and a note of it to autograd."""
@@ -152,10 +149,34 @@ class Batch:
         increment_version([local(slot.parameter) for slot in self.slots])
 
     def _joined_places(self, streams: Sequence[np.ndarray]) -> Tensor:
-        """Key and key i + offset of every entry."""
-        keys, offsets = np.repeat(np.stack(streams), self._sizes, axis=0).T
-        index = np.concatenate([np.arange(size) for size in self._sizes])
-        return torch.from_numpy(np.stack([keys, keys * index + offsets])).to(self.cell.mean.device)
+        """What the noise of every entry is computed from."""
+        begun = [
+            stream_at(words, slot.first) for words, slot in zip(streams, self.slots, strict=True)
+        ]
+        keys, offsets, *added = np.repeat(np.stack(begun), self._sizes, axis=0).T
+        index = np.concatenate([np.arange(size, dtype=np.int32) for size in self._sizes])
+        joined = np.stack([keys * index + offsets, *added])
+        return torch.from_numpy(joined).to(self.cell.mean.device)
+
+
+def pieces(first: int, size: int, step: int) -> Iterator[slice]:
+    """Entries that are worked on together, none with indices on both sides of a whole period."""
+    begin = 0
+    while begin < size:
+        end = min(size, begin + step, begin + PERIOD - (first + begin) % PERIOD)
+        yield slice(begin, end)
+        begin = end
+
+
+def noise_of(slot: Slot, sample: Sample) -> Tensor:
+    """All the noise of a parameter, in the order of memory."""
+    (words,) = stream_of([slot], sample)
+    device, size = slot.parameter.device, local(slot.parameter).numel()
+    noise = torch.empty(size, device=device)
+    for part in pieces(slot.first, size, CHUNK):
+        begin = torch.from_numpy(stream_at(words, slot.first + part.start)).to(device)
+        noise[part] = normal(part.stop - part.start, begin)
+    return noise
 
 
 def batches(
@@ -170,7 +191,7 @@ def batches(
     for index, slot in enumerate(slots):
         here = local(slot.parameter)
         kind: Any = index
-        if here.numel() < SMALL:
+        if here.numel() < min(SMALL, PERIOD - slot.first % PERIOD):
             steps, priors = int(slot.state["step"]), len(slot.state)
             kind = (id(slot.group), here.dtype, here.device, steps, priors)
         small.setdefault(kind, []).append(index)
@@ -198,9 +219,16 @@ def can_compile() -> bool:
 
 @functools.cache
 def _compiled_draw() -> Callable[..., None]:
-    return torch.compile(draw, dynamic=True)
+    return _compiled(draw)
 
 
 @functools.cache
 def _compiled_advance(rule: Rule) -> Callable[..., None]:
-    return torch.compile(functools.partial(advance, rule), dynamic=True)
+    return _compiled(functools.partial(advance, rule))
+
+
+def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """One program for all sizes; a product and a sum may be one instruction."""
+    contract = "enable_floating_point_contract_flag"
+    options: Any = {f"cpp.{contract}": "fast"} if hasattr(inductor.cpp, contract) else None
+    return torch.compile(function, dynamic=True, options=options)

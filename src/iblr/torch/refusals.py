@@ -46,7 +46,7 @@ class Refusals:
         if self._steps % LOOK:
             return
         if self._arriving is None:
-            host = torch.empty((), pin_memory=True)
+            host = torch.empty_like(total, device="cpu", pin_memory=True)
             host.copy_(total, non_blocking=True)
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(flag.device))

@@ -27,8 +27,6 @@ from torch import Tensor
 
 Number = int | float
 
-LARGEST = torch.finfo(torch.float32).max
-
 
 class Numbers(NamedTuple):
     """What a step of one parameter takes besides tensors; inside a rule, tensors without axes.
@@ -126,7 +124,8 @@ def improved(curved: Quotient, precision: Tensor, prior: Prior, c: Numbers) -> T
     root = torch.sqrt(precision)
     top = c.root_ess * curved.numerator * root + (prior.decay - precision) * curved.denominator
     factor = root + c.gain2 * (top / (curved.denominator * root))
-    return torch.clamp(0.5 * (precision + factor * factor), max=LARGEST)
+    largest = 3.4028234663852886e38  # of float32
+    return torch.clamp(0.5 * (precision + factor * factor), max=largest)
 
 
 def _moved(mean: Tensor, direction: Tensor, prior: Prior, c: Numbers) -> Tensor:

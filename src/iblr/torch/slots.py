@@ -93,6 +93,5 @@ def cell_of(slot: Slot, curved: Tensor | None = None) -> Cell:
 
 
 def stream_of(slots: Sequence[Slot], sample: Sample) -> np.ndarray:
-    """Keys and offsets of their noise."""
-    place = sample.place(slots[0].group["seed"])
-    return streams(place, [slot.number for slot in slots], [slot.first for slot in slots])
+    """The streams of their noise."""
+    return streams(sample.place(slots[0].group["seed"]), [slot.number for slot in slots])

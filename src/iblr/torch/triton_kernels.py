@@ -2,18 +2,21 @@
 
 A program works on CHUNK entries of one tensor, BLOCK at a time. Which tensor and where is in
 `chunks`, two numbers a program; a row of `table` has all there is to know of a tensor: addresses,
-size, streams of noise and, as the bits of float64, the numbers of the step.
+size, streams of noise and, as the bits of float64, the numbers of the step. A step takes two
+launches: `look` for gradients that are not finite, then `advance`.
 """
+
+import os
 
 import triton
 import triton.language as tl
 
-from iblr.torch.noise import DENOMINATOR, LOGARITHM, NUMERATOR, SQRT_HALF
+from iblr.torch import noise
 
 # Columns of the table.
 FIELDS = (
     ("weights", "grad", "mean", "momentum", "precision", "prior_mean", "prior_precision", "curved")
-    + ("steps", "size", "key", "offset", "next_key", "next_offset")
+    + ("steps", "steps_before", "size", "first", "stream", "added", "next_stream", "next_added")
     + ("root_ess", "per_ess", "gain1", "gain2", "decay", "centre", "rate", "rate_decay", "radius")
 )
 _WIDTH = tl.constexpr(len(FIELDS))
@@ -26,11 +29,13 @@ _PRIOR_MEAN = tl.constexpr(FIELDS.index("prior_mean"))
 _PRIOR_PRECISION = tl.constexpr(FIELDS.index("prior_precision"))
 _CURVED = tl.constexpr(FIELDS.index("curved"))
 _STEPS = tl.constexpr(FIELDS.index("steps"))
+_STEPS_BEFORE = tl.constexpr(FIELDS.index("steps_before"))
 _SIZE = tl.constexpr(FIELDS.index("size"))
-_KEY = tl.constexpr(FIELDS.index("key"))
-_OFFSET = tl.constexpr(FIELDS.index("offset"))
-_NEXT_KEY = tl.constexpr(FIELDS.index("next_key"))
-_NEXT_OFFSET = tl.constexpr(FIELDS.index("next_offset"))
+_FIRST = tl.constexpr(FIELDS.index("first"))
+_STREAM = tl.constexpr(FIELDS.index("stream"))
+_ADDED = tl.constexpr(FIELDS.index("added"))
+_NEXT_STREAM = tl.constexpr(FIELDS.index("next_stream"))
+_NEXT_ADDED = tl.constexpr(FIELDS.index("next_added"))
 _ROOT_ESS = tl.constexpr(FIELDS.index("root_ess"))
 _PER_ESS = tl.constexpr(FIELDS.index("per_ess"))
 _GAIN1 = tl.constexpr(FIELDS.index("gain1"))
@@ -41,44 +46,34 @@ _RATE = tl.constexpr(FIELDS.index("rate"))
 _RATE_DECAY = tl.constexpr(FIELDS.index("rate_decay"))
 _RADIUS = tl.constexpr(FIELDS.index("radius"))
 
-_N0, _N1, _N2, _N3, _N4 = (tl.constexpr(c) for c in NUMERATOR)
-_D0, _D1, _D2, _D3 = (tl.constexpr(c) for c in DENOMINATOR)
-_L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7 = (tl.constexpr(c) for c in LOGARITHM)
-_SQRT_HALF = tl.constexpr(SQRT_HALF)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
-@triton.jit
-def _swapped(x):
-    return (x >> 32) | (x << 32)
+def _shared(function):
+    """Without a decorator in the interpreter, which runs Python as it is."""
+    return function if os.environ.get("TRITON_INTERPRET") == "1" else triton.jit(function)
+
+
+_scrambled = _shared(noise.scrambled)
+_binary_exponent = _shared(noise.binary_exponent)
+_logarithm = _shared(noise.logarithm)
+_quantile_numerator = _shared(noise.quantile_numerator)
+_quantile_denominator = _shared(noise.quantile_denominator)
 
 
 @triton.jit
-def normal(first, key):
-    """`iblr.torch.noise.normal` where i key + offset is `first`."""
-    other = first + key
-    x = _swapped(first * first + first)
-    x = _swapped(x * x + other)
-    x = _swapped(x * x + first)
-    bits = ((x * x + other) >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
+def normal(stream, added, index):
+    """`iblr.torch.noise.normal` at some indices of a stream, whose words come two by two."""
+    x = index.to(tl.int32) * stream.to(tl.int32) + (stream >> 32).to(tl.int32)
+    m = added.to(tl.int32) + (index >> 32).to(tl.int32) * -1640531527
+    bits = _scrambled(x, m, (added >> 32).to(tl.int32))
     p = ((bits & 0x7FFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    # log p
     word = p.to(tl.int32, bitcast=True)
-    exponent = (word - _SQRT_HALF) >> 23
+    exponent = _binary_exponent(word)
     f = (word - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
-    series = (((_L0 * f + _L1) * f + _L2) * f + _L3) * f + _L4
-    series = ((series * f + _L5) * f + _L6) * f + _L7
-    logarithm = (series * f + 1.0) * f + exponent.to(tl.float32) * 0.6931471805599453
-    t = tl.sqrt(-2.0 * logarithm)
-    numerator = (((_N0 * t + _N1) * t + _N2) * t + _N3) * t + _N4
-    denominator = ((_D0 * t + _D1) * t + _D2) * t + _D3
-    size = (numerator / denominator).to(tl.int32, bitcast=True)
+    t = tl.sqrt(-2.0 * (_logarithm(f) + exponent.to(tl.float32) * 0.6931471805599453))
+    size = (_quantile_numerator(t) / _quantile_denominator(t)).to(tl.int32, bitcast=True)
     return (size ^ (bits & -0x80000000)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _key(row, FIELD: tl.constexpr):
-    return tl.load(row + FIELD).to(tl.uint64, bitcast=True)
 
 
 @triton.jit
@@ -105,8 +100,13 @@ def _pointer(row, FIELD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexp
 
 
 @triton.jit
+def _double(row, FIELD: tl.constexpr):
+    return tl.load(row + FIELD).to(tl.float64, bitcast=True)
+
+
+@triton.jit
 def _number(row, FIELD: tl.constexpr):
-    return tl.load(row + FIELD).to(tl.float64, bitcast=True).to(tl.float32)
+    return _double(row, FIELD).to(tl.float32)
 
 
 @triton.jit
@@ -144,14 +144,13 @@ def _draw(
     precisions = _pointer(row, _PRECISION, tl.float32, ALIGNED)
     per_root = 1.0 / _number(row, _ROOT_ESS)
     lanes = tl.arange(0, BLOCK)
-    key, offset = _key(row, _KEY), _key(row, _OFFSET)
-    places = lanes.to(tl.uint64) * key + offset
+    stream, added = tl.load(row + _STREAM), tl.load(row + _ADDED)
+    first = tl.load(row + _FIRST)
     for start in range(0, CHUNK, BLOCK):
         index = begin + start + lanes
         mu = _load(means, index, size, FULL, 0.0)
         s = _load(precisions, index, size, FULL, 1.0)
-        noise = normal(places + (begin + start).to(tl.uint64) * key, key)
-        z = mu + noise * (per_root * tl.rsqrt(s))
+        z = mu + normal(stream, added, first + index) * (per_root * tl.rsqrt(s))
         _store(weights, index, z.to(WEIGHTS), size, FULL)
 
 
@@ -175,7 +174,10 @@ def advance(
     program = tl.program_id(0)
     row = table + tl.load(chunks + 2 * program) * _WIDTH
     begin = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
-    accepted = tl.load(refused) == 0.0
+    accepted = tl.load(refused) == 0
+    if begin == 0:
+        steps = _double(row, _STEPS_BEFORE) + tl.where(accepted, 1.0, 0.0)
+        tl.store(_pointer(row, _STEPS, tl.float32, False), steps.to(tl.float32))
     # Whole pieces need no masks, and then read and write 16 bytes at once.
     if begin + CHUNK <= tl.load(row + _SIZE):
         _advance(
@@ -219,21 +221,17 @@ def _advance(
     radius = _number(row, _RADIUS)
     one_delta, one_centre = _number(row, _DECAY), _number(row, _CENTRE)
     # 1 - b^k in double: for b near 1 it is far below float32's resolution of 1.
-    k = tl.load(_pointer(row, _STEPS, tl.float32, False)).to(tl.float64) + 1.0
-    exact1 = tl.load(row + _GAIN1).to(tl.float64, bitcast=True)
-    unbias = 1.0 / (1.0 - tl.exp(k * tl.log(1.0 - exact1)))
+    k = _double(row, _STEPS_BEFORE) + 1.0
+    unbias = 1.0 / (1.0 - tl.exp(k * tl.log(1.0 - _double(row, _GAIN1))))
     if ICML2020:
-        exact2 = tl.load(row + _GAIN2).to(tl.float64, bitcast=True)
-        unbias *= 1.0 - tl.exp(k * tl.log(1.0 - exact2))
+        unbias *= 1.0 - tl.exp(k * tl.log(1.0 - _double(row, _GAIN2)))
     unbias = unbias.to(tl.float32)
     lanes = tl.arange(0, BLOCK)
-    key, offset = _key(row, _KEY), _key(row, _OFFSET)
-    next_key, next_offset = _key(row, _NEXT_KEY), _key(row, _NEXT_OFFSET)
-    places = lanes.to(tl.uint64) * key + offset
-    next_places = lanes.to(tl.uint64) * next_key + next_offset
+    stream, added = tl.load(row + _STREAM), tl.load(row + _ADDED)
+    next_stream, next_added = tl.load(row + _NEXT_STREAM), tl.load(row + _NEXT_ADDED)
+    first = tl.load(row + _FIRST)
     for start in range(0, CHUNK, BLOCK):
         index = begin + start + lanes
-        first = (begin + start).to(tl.uint64)
         g = _load(grads, index, size, FULL, 0.0)
         mu = _load(means, index, size, FULL, 0.0)
         m = _load(momenta, index, size, FULL, 0.0)
@@ -252,7 +250,7 @@ def _advance(
         if HAS_CURVED:
             curved = _load(_pointer(row, _CURVED, tl.float32, ALIGNED), index, size, FULL, 0.0)
         else:
-            curved = normal(places + first * key, key) * g
+            curved = normal(stream, added, first + index) * g
         per_s = tl.rsqrt(s)
         factor = s * per_s + gain2 * (root_ess * curved + (delta - s) * per_s)
         s_new = tl.minimum(0.5 * (s + factor * factor), _LARGEST)
@@ -273,22 +271,23 @@ def _advance(
         _store(precisions, index, s_new, size, FULL)
         z = mu_new
         if PREFETCH:
-            noise = normal(next_places + first * next_key, next_key)
-            z = mu_new + noise * (per_root * tl.rsqrt(s_new))
+            z = mu_new + normal(next_stream, next_added, first + index) * (
+                per_root * tl.rsqrt(s_new)
+            )
         _store(weights, index, z.to(WEIGHTS), size, FULL)
 
 
 @triton.jit
-def find_nonfinite(
+def look(
     table,
     chunks,
-    found,
+    refused,
     GRAD: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """found <- 1 if a gradient is not finite."""
+    """refused <- 1 if a gradient is not finite; and the counts of steps before this one."""
     program = tl.program_id(0)
     row = table + tl.load(chunks + 2 * program) * _WIDTH
     begin = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
@@ -297,7 +296,10 @@ def find_nonfinite(
     else:
         wrong = _nonfinite(row, begin, GRAD, ALIGNED, CHUNK, BLOCK, False)
     if wrong != 0:
-        tl.store(found, 1.0)
+        tl.store(refused, 1)
+    if begin == 0:
+        steps = tl.load(_pointer(row, _STEPS, tl.float32, False)).to(tl.float64)
+        tl.store(row + _STEPS_BEFORE, steps.to(tl.int64, bitcast=True))
 
 
 @triton.jit

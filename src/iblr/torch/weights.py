@@ -156,7 +156,6 @@ class Weights:
     def _plan_anew(self) -> None:
         self.fused = kernels.Fused()
         self._plans: dict[tuple[Any, ...], list[Work]] = {}
-        kernels.share_steps(self.slots)
 
     def _marks(self, slots: Sequence[Slot]) -> list[tuple[int, int]]:
         """What changes whenever PyTorch writes into weights or moves them."""
