@@ -55,6 +55,7 @@ ORDER = [
     "iblr.checks",
     "iblr.fit",
     "iblr.laplace",
+    "iblr.counter_noise",
     "iblr.optax.noise",
     "iblr.optax.rules",
     "iblr.optax.state",

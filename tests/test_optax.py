@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_same_bits, no_type_hook, slow
+from scipy.special import ndtri
 
 import iblr.optax as ib
 from iblr.optax import noise
@@ -24,27 +25,6 @@ def quadratic(params, centre=CENTRE, curvature=2.0):
     """A quadratic with a small term that couples the leaves."""
     square = jax.tree.map(lambda p, c: 0.5 * curvature * ((p - c) ** 2).sum(), params, centre)
     return sum(jax.tree.leaves(square)) + 0.1 * params["b"] * jnp.cos(params["w"]).sum()
-
-
-@pytest.fixture
-def cheap_noise(monkeypatch):
-    """Noise that compiles fast, for tests that ask nothing of it but to be reproducible."""
-
-    def seeds(key, state_index, samples):
-        rows = jnp.arange(samples, dtype=jnp.uint32)[:, None] + jnp.uint32(31 * state_index)
-        return jax.random.key_data(key) + rows
-
-    def leaf_noise(seed, leaf_index, shape):
-        places = jnp.arange(int(np.prod(shape)), dtype=jnp.uint32).reshape(shape)
-        words = seed[0] + jnp.uint32(5 * leaf_index) + jnp.uint32(7) * (seed[1] + places)
-        words = (words ^ (words >> 15)) * jnp.uint32(0x2C1B3C6D) + jnp.uint32(0x3504F333)
-        return (words >> 8).astype(jnp.float32) * (3.4 / 2**24) - 1.7
-
-    monkeypatch.setattr(noise, "seeds", seeds)
-    monkeypatch.setattr(noise, "leaf_noise", leaf_noise)
-
-
-cheap = pytest.mark.usefixtures("cheap_noise")
 
 
 def sines(params):
@@ -151,6 +131,34 @@ def vadam_listing(mu, m, s, g, z, k, lr, ess, delta, b1, b2, hess_init, clip, mu
 SETTINGS = {"ess": 50.0, "b1": 0.8, "b2": 0.97, "hess_init": 0.7}
 
 
+def bits(index, key, offset, m, n):
+    """The generator in Python's integers: the hash triple32, with words added between rounds."""
+    x = (index * key + offset) % 2**32
+    x = ((x ^ x >> 17) * 0xED5AD4BB + m) % 2**32
+    x = ((x ^ x >> 11) * 0xAC4C1B51 + n) % 2**32
+    x = (x ^ x >> 15) * 0x31848BAB % 2**32
+    return x ^ x >> 14
+
+
+def test_noise_is_the_quantiles_of_the_bits_of_the_generator():
+    first, second, leaf = 4_000_000_000, 7, 5
+    key, offset, m, n = (bits(4 * leaf + j, 1, first, second, 0) for j in range(4))
+    drawn = np.array([bits(index, key | 1, offset, m, n) for index in range(24 * 25)])
+    p = ((drawn & 0x7FFFFFFF) + 0.5) / 2**32
+    expected = np.where(drawn >> 31, ndtri(p), -ndtri(p)).reshape(4, 6, 25)
+    seed = jnp.array([first, second], jnp.uint32)
+    np.testing.assert_allclose(noise.leaf_noise(seed, leaf, (4, 6, 25)), expected, atol=4e-6)
+    assert noise.leaf_noise(seed, 0, ()).shape == () and noise.leaf_noise(seed, 0, (0, 3)).size == 0
+
+
+def test_no_two_entries_of_a_leaf_share_their_noise(monkeypatch):
+    """Not even in a leaf of more entries than a word counts; here of 8 values."""
+    monkeypatch.setattr(noise, "PERIOD", 8)
+    low, high = noise._indices((9, 3, 2))
+    pairs = np.stack([np.broadcast_to(np.asarray(word), low.shape) for word in (low % 8, high)])
+    assert len(np.unique(pairs.reshape(2, -1), axis=1).T) == 54
+
+
 def test_noise_is_normal_and_differs_between_states_samples_and_leaves():
     @jax.jit
     def draw(key):
@@ -164,7 +172,6 @@ def test_noise_is_normal_and_differs_between_states_samples_and_leaves():
     assert np.abs((eps**4).mean() - 3) < 0.3
 
 
-@cheap
 @pytest.mark.parametrize(
     ("variant", "rule", "more"),
     [
@@ -183,7 +190,6 @@ def test_ivon_takes_the_steps_of_the_listing(variant, rule, more):
     assert np.abs(mus[-1] - mus[0]).max() > 0.2 and int(state.count) == 40
 
 
-@cheap
 def test_the_figure_is_the_natural_momentum_form_of_appendix_e3():
     # mu_{k+1} from mu_k and mu_{k-1} alone, with no momentum stored; `ivon` takes the same steps
     # as this listing by the test above.
@@ -203,7 +209,6 @@ def test_the_figure_is_the_natural_momentum_form_of_appendix_e3():
         np.testing.assert_allclose(mu, mus[k], rtol=0, atol=1e-6)
 
 
-@cheap
 @pytest.mark.parametrize(("make", "rule"), [(ib.vogn, vogn_listing), (ib.vadam, vadam_listing)])
 def test_vogn_and_vadam_take_the_steps_of_their_listings(make, rule):
     mus, ss = listing(rule, 20, lr=0.05, delta=0.02, **SETTINGS)
@@ -300,7 +305,6 @@ def test_the_precision_never_falls_below_half_and_stays_finite(variant, dtype, m
     assert (after < 0.51 * before).any(), "no case comes near the bound"
 
 
-@cheap
 def test_gradients_that_overflow_give_the_largest_precision():
     optimiser, params = ib.ivon(0.1, 1e12, b2=0.0), jnp.zeros(3)
     step = stepper(optimiser, lambda sample: jnp.full_like(sample, 1e30))
@@ -310,7 +314,6 @@ def test_gradients_that_overflow_give_the_largest_precision():
 
 
 @pytest.mark.slow
-@cheap
 def test_runs_of_several_seeds_by_vmap_are_the_single_runs():
     optimiser, start = ib.ivon(0.05, 50.0, b2=0.9), jnp.array([0.5, -1.0])
     words = np.random.default_rng(0).integers(2**32, size=(3, 5, 2), dtype=np.uint32)
@@ -339,7 +342,6 @@ DATA = (
 )
 
 
-@cheap
 def test_accumulation_by_multisteps_is_one_big_batch():
     inner = ib.ivon(0.1, 20.0, b2=0.9)
     many = optax.MultiSteps(inner, 3)
@@ -371,7 +373,6 @@ def test_accumulation_by_multisteps_is_one_big_batch():
         np.testing.assert_allclose(x, y, rtol=2e-6)
 
 
-@cheap
 def test_scheduled_hyperparameters():
     schedule = optax.linear_schedule(0.1, 0.02, 10)
     plain = ib.ivon(schedule, 50.0, b2=0.9)
@@ -398,7 +399,6 @@ def test_scheduled_hyperparameters():
 
 
 @pytest.mark.slow
-@cheap
 def test_masked_leaves_stay_and_partitions_have_noise_of_their_own():
     mask, sampled = {"b": False, "w": True}, jax.jit(ib.sample_params)
     plain, masked = ib.ivon(0.1, 10.0, b2=0.9), optax.masked(ib.ivon(0.1, 10.0, b2=0.9), mask)
@@ -427,7 +427,6 @@ def test_masked_leaves_stay_and_partitions_have_noise_of_their_own():
 
 
 @pytest.mark.slow
-@cheap
 def test_priors_and_squares_are_cut_to_the_leaves_that_a_mask_leaves():
     tree = jax.tree.map(jnp.ones_like, PARAMS)
     inner = ib.vogn(0.1, 10.0, prior_mean=tree, prior_precision=tree)
@@ -438,7 +437,6 @@ def test_priors_and_squares_are_cut_to_the_leaves_that_a_mask_leaves():
     np.testing.assert_allclose(state.inner_state.precision["w"], 1.1, rtol=1e-6)
 
 
-@cheap
 def test_a_chain_clips_the_gradients_before_they_are_used():
     chained = optax.chain(optax.clip_by_global_norm(0.5), ib.ivon(0.1, 10.0, b2=0.9))
     plain = ib.ivon(0.1, 10.0, b2=0.9)
@@ -459,7 +457,6 @@ def test_a_state_can_be_mapped_over_like_those_of_optax():
 
 
 @pytest.mark.slow
-@cheap
 def test_a_run_goes_on_from_a_saved_state_bit_for_bit(tmp_path):
     optimiser = optax.chain(optax.clip(1.0), ib.ivon(optax.linear_schedule(0.1, 0.0, 60), 50.0))
     step, keys_of_steps = stepper(optimiser), each(keys(0, 60))
@@ -561,7 +558,6 @@ def test_sharded_parameters_get_the_same_numbers():
         np.testing.assert_allclose(x, y, rtol=1e-6)
 
 
-@cheap
 def test_several_samples_are_averaged():
     S, settings = 4, {"hess_init": 0.5, "b2": 0.9, "b1": 0.0, "weight_decay": 0.1}
     optimiser = ib.ivon(0.1, 10.0, mc_samples=S, **settings)
@@ -579,7 +575,6 @@ def test_several_samples_are_averaged():
     np.testing.assert_allclose(updates, -0.1 * 0.6 * direction / s, rtol=1e-5)
 
 
-@cheap
 @pytest.mark.parametrize("make", [ib.ivon, ib.vogn, ib.vadam])
 def test_a_step_that_is_not_finite_is_refused_as_a_whole(make):
     optimiser, params = make(0.1, 10.0), {"u": jnp.ones(2), "v": jnp.ones(2)}
@@ -598,7 +593,6 @@ def test_a_step_that_is_not_finite_is_refused_as_a_whole(make):
     assert (int(state.count), int(state.refused)) == (1, 3) and flat(updates).all()
 
 
-@cheap
 def test_an_update_without_a_sample_is_refused():
     optimiser = ib.ivon(0.1, 10.0)
     state = optimiser.init(PARAMS)
@@ -609,7 +603,6 @@ def test_an_update_without_a_sample_is_refused():
     assert (int(state.count), int(state.refused)) == (0, 1)
 
 
-@cheap
 def test_parameters_of_few_bits_have_a_state_of_float32():
     params = {"w": jnp.ones(1000, jnp.bfloat16)}
     optimiser = ib.ivon(0.5, 10.0, b2=0.9)
@@ -621,7 +614,6 @@ def test_parameters_of_few_bits_have_a_state_of_float32():
     np.testing.assert_allclose(np.asarray(sample["w"], float), expected, atol=0.01)
 
 
-@cheap
 def test_vadam_keeps_a_second_moment_far_below_the_prior():
     # s = v + delta in float32 would hold nothing of v = 1e-12.
     optimiser = ib.vadam(0.1, 10.0, b1=0.0, b2=0.9, hess_init=0.0, weight_decay=1e-4)
@@ -687,7 +679,6 @@ def test_bad_parameters_and_priors_are_named(params, options, message):
         ib.ivon(0.1, 10.0, **options).init(params)
 
 
-@cheap
 def test_bad_calls_are_named():
     optimiser, params = ib.ivon(0.1, 10.0, mc_samples=2), jnp.ones(3)
     blank = optimiser.init(params)

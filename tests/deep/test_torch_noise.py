@@ -6,11 +6,12 @@ import torch
 from scipy import stats
 from scipy.special import ndtri
 
+from iblr import counter_noise
 from iblr.torch import noise, paths
 from iblr.torch.noise import normal, stream_at, streams
 from iblr.torch.slots import Sample, Slot, stream_of
 
-WORD = 2**32
+WORD = counter_noise.PERIOD
 
 
 def stream(*place, parameter=0, first=0):
@@ -43,7 +44,7 @@ def test_extreme_bits_give_finite_quantiles():
     for drawn, expected in ((0, -ndtri(2.0**-33)), (0x7FFFFFFF, 0.0)):
         p = torch.tensor([(drawn + 0.5) / 2**32], dtype=torch.float32)
         t = torch.sqrt(-2.0 * noise._log(p))
-        size = noise.quantile_numerator(t) / noise.quantile_denominator(t)
+        size = counter_noise.quantile_numerator(t) / counter_noise.quantile_denominator(t)
         assert size.item() == pytest.approx(expected, abs=3e-6)
 
 
@@ -51,10 +52,12 @@ def test_every_bit_of_the_index_reaches_every_bit_of_the_result():
     """Half of the bits change, within the error of 2^14 draws, when one of the index does."""
     rng = np.random.default_rng(0)
     words = torch.from_numpy(rng.integers(-(2**31), 2**31, (3, 2**14), dtype=np.int32))
-    before = noise.scrambled(*words).numpy()
+    before = counter_noise.scrambled(*words).numpy()
     for bit in range(32):
         flip = np.uint32(1 << bit).astype(np.int32)
-        changed = (noise.scrambled(words[0] ^ flip, *words[1:]).numpy() ^ before).view(np.uint8)
+        changed = (counter_noise.scrambled(words[0] ^ flip, *words[1:]).numpy() ^ before).view(
+            np.uint8
+        )
         share = np.unpackbits(changed).reshape(-1, 32).mean(0)
         assert np.abs(share - 0.5).max() * 2 * 2**7 < 5
 
@@ -64,7 +67,9 @@ def test_bits_of_neighbours_are_independent(lag):
     """Pairs of bytes, the highest and the lowest, by a chi-square test."""
     place = torch.arange(2**21, dtype=torch.int32)
     key, offset, m, n = stream(0, 9)
-    drawn = noise.scrambled(place * key + offset, m, n).numpy().view(np.uint32).astype(np.int64)
+    drawn = (
+        counter_noise.scrambled(place * key + offset, m, n).numpy().view(np.uint32).astype(np.int64)
+    )
     for shift in (0, 24):
         byte = (drawn >> shift) & 255
         counts = np.bincount(byte[lag:] * 256 + byte[:-lag], minlength=2**16)

@@ -17,8 +17,9 @@ import torch._inductor.config as inductor
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from iblr.counter_noise import PERIOD
 from iblr.torch.layout import local
-from iblr.torch.noise import PERIOD, normal, normal_quotient, stream_at
+from iblr.torch.noise import normal, normal_quotient, stream_at
 from iblr.torch.rules import Moved, Numbers, Prior, Quotient, Rule, numbers
 from iblr.torch.slots import Cell, Sample, Slot, cell_of, stream_of
 

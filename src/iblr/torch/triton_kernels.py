@@ -11,7 +11,7 @@ import os
 import triton
 import triton.language as tl
 
-from iblr.torch import noise
+from iblr import counter_noise
 
 # Columns of the table.
 FIELDS = (
@@ -46,6 +46,7 @@ _RATE = tl.constexpr(FIELDS.index("rate"))
 _RATE_DECAY = tl.constexpr(FIELDS.index("rate_decay"))
 _RADIUS = tl.constexpr(FIELDS.index("radius"))
 
+_HIGHER = tl.constexpr(counter_noise.HIGHER)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
@@ -54,18 +55,18 @@ def _shared(function):
     return function if os.environ.get("TRITON_INTERPRET") == "1" else triton.jit(function)
 
 
-_scrambled = _shared(noise.scrambled)
-_binary_exponent = _shared(noise.binary_exponent)
-_logarithm = _shared(noise.logarithm)
-_quantile_numerator = _shared(noise.quantile_numerator)
-_quantile_denominator = _shared(noise.quantile_denominator)
+_scrambled = _shared(counter_noise.scrambled)
+_binary_exponent = _shared(counter_noise.binary_exponent)
+_logarithm = _shared(counter_noise.logarithm)
+_quantile_numerator = _shared(counter_noise.quantile_numerator)
+_quantile_denominator = _shared(counter_noise.quantile_denominator)
 
 
 @triton.jit
 def normal(stream, added, index):
     """`iblr.torch.noise.normal` at some indices of a stream, whose words come two by two."""
     x = index.to(tl.int32) * stream.to(tl.int32) + (stream >> 32).to(tl.int32)
-    m = added.to(tl.int32) + (index >> 32).to(tl.int32) * -1640531527
+    m = added.to(tl.int32) + (index >> 32).to(tl.int32) * _HIGHER
     bits = _scrambled(x, m, (added >> 32).to(tl.int32))
     p = ((bits & 0x7FFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     word = p.to(tl.int32, bitcast=True)
