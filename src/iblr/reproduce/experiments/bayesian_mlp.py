@@ -92,15 +92,15 @@ WRITERS = (
         OURS,
         lambda schedule, ess: ivon(
             schedule,
-            ess,
+            10 * ess,
             hess_init=0.01,
-            b2=0.999,
+            b2=0.99999,
             weight_decay=1e-5,
-            clip_radius=1.0,
+            clip_radius=1e-3,
             rescale_lr=False,
         ),  # fmt: skip
-        (3e-3, 1e-2, 3e-2, 1e-1),
-        "ivon(hess_init=0.01, b1=0.9, b2=0.999, weight_decay=1e-5, clip_radius=1, "
+        (0.1, 0.3, 1.0, 3.0),
+        "ivon(10 ess, hess_init=0.01, b1=0.9, b2=0.99999, weight_decay=1e-5, clip_radius=1e-3, "
         "rescale_lr=False)",
         bayesian=True,
     ),
@@ -476,7 +476,7 @@ SETTINGS = (
     ("Network", "rectified linear units, He initialisation, the same for all methods of a seed"),
     ("Learning rates", "from a grid of four for every method, by the NLL on a tenth of the "
      "training set held out; then all of the training set; falling to zero along a cosine"),
-    ("ess", "the number of labels to train on"),
+    ("ess", "the number of labels to train on; ten times that for text"),
     ("Time of VOGN", "gradients of single examples by `grad_and_squares`, at the faster of two "
      "sizes of chunks; one example at once on a CPU"),
     ("Draws", f"one of the weights a minibatch to train, {DRAWS} to predict"),
