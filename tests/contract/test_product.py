@@ -206,7 +206,10 @@ RULES = {
 @pytest.mark.parametrize("estimator", [iblr.Stl(pairs=4), slow(iblr.Rep(samples=8))])
 @pytest.mark.parametrize(
     "rule, options",
-    [slow(*row) if name in ("improved", "trust region") else row for name, row in RULES.items()],
+    [
+        slow(*row) if name in ("improved", "trust region", "original") else row
+        for name, row in RULES.items()
+    ],
     ids=RULES,
 )
 def test_a_step_is_that_of_every_part_bit_for_bit(rule, options, estimator):

@@ -248,6 +248,7 @@ def test_vadam_is_adam_with_the_square_root_of_s(name):
 # Salimbeni et al.
 
 
+@pytest.mark.slow
 def test_the_direction_of_salimbeni_et_al_is_the_natural_gradient_of_their_parameters():
     d, q = 2, MAKE["gaussian-3"](KEY).marginal(jnp.array([0, 2]))
     tangent, rule, t = random_tangent(q, 3), Salimbeni(), 0.1
@@ -280,7 +281,7 @@ def test_the_direction_of_salimbeni_et_al_is_the_natural_gradient_of_their_param
 # Tran et al.
 
 
-@pytest.mark.parametrize("as_printed", [False, True])
+@pytest.mark.parametrize("as_printed", [slow(False), True])
 def test_the_step_of_tran_et_al_is_their_retraction(as_printed):
     q = MAKE["gaussian-3"](KEY)
     tangent = random_tangent(q, 5)
@@ -313,7 +314,8 @@ def coordinates(power, d):
     return log_prob, matrix
 
 
-@pytest.mark.parametrize("parameterisation", ["covariance", slow("precision")])
+@pytest.mark.slow
+@pytest.mark.parametrize("parameterisation", ["covariance", "precision"])
 def test_the_step_of_song_et_al_contracts_all_christoffel_symbols(parameterisation):
     d, choice = 2, Parameterisation[parameterisation]
     q = Gaussian.from_covariance(jnp.array([0.3, -1.0]), jnp.array([[1.5, 0.4], [0.4, 0.8]]))

@@ -172,6 +172,7 @@ def test_every_estimator_averages_to_the_natural_gradient(kind, K, d, x64):
         np.testing.assert_allclose(actual, expected, atol=1e-5 * max(1, np.abs(expected).max()))
 
 
+@pytest.mark.slow
 def test_a_diagonal_mixture_has_the_diagonal_of_the_natural_gradient(x64):
     q = mixture(0, 2, 2, diagonal=True)
     full = GaussianMixture.from_moments(
