@@ -151,12 +151,12 @@ def test_noise_is_the_quantiles_of_the_bits_of_the_generator():
     assert noise.leaf_noise(seed, 0, ()).shape == () and noise.leaf_noise(seed, 0, (0, 3)).size == 0
 
 
-def test_no_two_entries_of_a_leaf_share_their_noise(monkeypatch):
-    """Not even in a leaf of more entries than a word counts; here of 8 values."""
-    monkeypatch.setattr(noise, "PERIOD", 8)
-    low, high = noise._indices((9, 3, 2))
-    pairs = np.stack([np.broadcast_to(np.asarray(word), low.shape) for word in (low % 8, high)])
-    assert len(np.unique(pairs.reshape(2, -1), axis=1).T) == 54
+def test_a_leaf_of_too_many_entries_is_refused():
+    seed = jnp.zeros(2, jnp.uint32)
+    shape = jax.eval_shape(lambda: noise.leaf_noise(seed, 0, (2**20, 2**12))).shape
+    assert shape == (2**20, 2**12)
+    with pytest.raises(ValueError, match=r"up to 2\^32 entries, .*\(1048577, 4096\)"):
+        jax.eval_shape(lambda: noise.leaf_noise(seed, 0, (2**20 + 1, 2**12)))
 
 
 def test_noise_is_normal_and_differs_between_states_samples_and_leaves():

@@ -448,14 +448,14 @@ def test_weights_written_from_outside_become_the_mean():
         assert same(optimizer.posterior().mean, weights(network(seed=7)))
 
 
-def test_memory_in_the_order_of_channels_gives_the_same_noise_and_steps():
+def test_memory_in_the_order_of_channels_gives_the_same_steps_but_for_the_noise():
     torch.manual_seed(0)
     x = torch.randn(4, 3, 8, 8)
     losses = []
     for layout in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(1)
         model = nn.Conv2d(3, 4, 3).to(memory_format=layout)
-        optimizer = IVON(model.parameters(), lr=0.1, ess=1e8)
+        optimizer = IVON(model.parameters(), 0.1, ess=1e8, betas=(0.9, 1 - 1e-7))
         for _ in range(5):
             optimizer.zero_grad()
             with optimizer.sampled_params(train=True):
@@ -465,7 +465,7 @@ def test_memory_in_the_order_of_channels_gives_the_same_noise_and_steps():
         losses.append(loss.item())
         strides = {optimizer.state[model.weight]["mean"].stride(), model.weight.stride()}
         assert len(strides) == 1
-    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_an_optimiser_can_be_copied_and_pickled():
@@ -631,6 +631,10 @@ def test_a_posterior_can_be_written_into_a_network():
         ({"prior_precision": [torch.zeros(1)] * 4}, "shape"),
         ({"prior_mean": float("nan")}, "prior_mean"),
         ({"betas": 0.9}, "betas"),
+        ({"betas": ("a", 0.9)}, "betas"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"mc_samples": True}, "mc_samples"),
+        ({"weight_decay": None}, "weight_decay"),
         ({"ess": 10**400}, "ess"),
     ],
 )
@@ -666,6 +670,72 @@ def test_an_empty_parameter_and_one_of_a_single_number_are_fine():
         (parameters[1].square() + parameters[0].sum()).backward()
     optimizer.step()
     assert parameters[1] != 1.0
+
+
+CHANGES = {
+    "one entry": lambda model: model[0].weight[0, 0].fill_(5.0),
+    "a longer dtype": lambda model: model.to(torch.float64),
+    "a shorter dtype": lambda model: model.to(torch.bfloat16),
+    "another order of axes": lambda model: setattr(
+        model[0].weight, "data", model[0].weight.data.T.contiguous().T
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_from_outside_leaves_the_other_means_although_the_weights_are_a_sample(change):
+    model, (x, y) = network(), classification()
+    optimizer = small_ivon(model, prefetch_sample=True)
+    train(model, optimizer, x, y, 3)
+    before = [mean.clone() for mean in optimizer.posterior().mean]
+    with torch.no_grad():
+        change(model)
+    for index, (old, new) in enumerate(zip(before, optimizer.posterior().mean, strict=True)):
+        changed = old.to(new.dtype) != new
+        written = index == 0 and change is CHANGES["one entry"]
+        assert int(changed.sum()) == int(written), index
+
+
+def test_predictions_under_inference_mode_may_come_first():
+    model, (x, y) = network(), classification()
+    optimizer = small_ivon(model)
+    with torch.inference_mode():
+        optimizer.predict(model, x, samples=2)
+    train(model, optimizer, x, y, 2)
+    assert optimizer.refused_steps == 0
+
+
+def test_a_step_inside_a_block_is_refused():
+    model, (x, y) = network(), classification()
+    optimizer = small_ivon(model)
+    for _ in range(2):
+        with optimizer.sampled_params(train=True):
+            nn.functional.cross_entropy(model(x), y).backward()
+            with pytest.raises(RuntimeError, match="leave the block"):
+                optimizer.step()
+    optimizer.step()
+
+
+def test_a_learning_rate_that_is_not_a_number_changes_nothing():
+    model, (x, y) = network(), classification()
+    optimizer = small_ivon(model)
+    train(model, optimizer, x, y, 1)
+    before = weights(model)
+    optimizer.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ValueError, match="learning rate is nan"):
+        train(model, optimizer, x, y, 1)
+    assert same(weights(model), before)
+
+
+def test_precisions_stay_finite_beyond_the_range_of_gradients():
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = IVON([parameter], lr=0.1, ess=1e12, betas=(0.9, 0.9))
+    for scale in (3e38, -3e38, 0.0, 1.0):
+        with optimizer.sampled_params(train=True):
+            parameter.grad = torch.full((3,), scale)
+        optimizer.step()
+        assert parameter.isfinite().all()
+        assert optimizer.state[parameter]["precision"].isfinite().all()
 
 
 def test_a_new_layout_of_memory_takes_the_state_along():
@@ -707,11 +777,15 @@ def test_a_parameter_that_is_frozen_on_the_way_holds_the_mean():
     first = model[0].weight
     mean = optimizer.state[first]["mean"].clone()
     first.requires_grad_(False)
+    assert not torch.equal(first, mean)
     assert torch.equal(model.state_dict()["0.weight"], mean)
     optimizer.zero_grad()
-    with optimizer.mean_params():
-        assert torch.equal(first, mean)
-    train(model, optimizer, x, y, 1)
+    for training in (True, False):
+        with optimizer.sampled_params(train=training):
+            assert torch.equal(first, mean)
+            if training:
+                nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
     assert torch.equal(first, mean)
     with torch.no_grad():
         first.fill_(0.25)

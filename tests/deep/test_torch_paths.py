@@ -72,9 +72,18 @@ with torch.no_grad():
                     assert torch.allclose(value, b.state[name], rtol=1e-5, atol=1e-6), (name, rule)
     good = slots(False, torch.float32)
     assert kernels.Fused().prepare(good, [None] * 3, now, None) == 0
-    for bad in (float("nan"), float("-inf")):
+    fused = kernels.Fused()
+    for bad, refused in ((float("nan"), 1), (float("-inf"), 1), (0.0, 0)):
         good[1].parameter.grad[-1] = bad
-        assert kernels.Fused().prepare(good, [None] * 3, now, None) == 1
+        assert fused.prepare(good, [None] * 3, now, None) == refused
+    good[1].parameter.grad_dtype = None
+    good[1].parameter.grad = good[1].parameter.grad.to(torch.bfloat16)  # one of another dtype
+    before = [slot.state["momentum"].clone() for slot in good]
+    fused.prepare(good, [None] * 3, now, None)
+    fused.advance(ivon, good, [None] * 3, now, None)
+    for slot, old in zip(good, before):
+        expected = 0.9 * old + 0.1 * slot.parameter.grad.float()
+        assert torch.allclose(slot.state["momentum"], expected, atol=1e-6)
 print("agreed")
 """
 
@@ -126,10 +135,10 @@ def test_compiled_steps_agree_with_plain_ones(settings):
 def test_large_networks_are_compiled_where_there_is_a_compiler(monkeypatch):
     large = small_ivon(torch.nn.Linear(400, 400))
     small = small_ivon(torch.nn.Linear(4, 4))
-    assert large._weights.compiles(large._weights.slots) is paths.can_compile()
-    assert not small._weights.compiles(small._weights.slots)
+    assert large._weights.compiles() is paths.can_compile()
+    assert not small._weights.compiles()
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert not large._weights.compiles(large._weights.slots)
+    assert not large._weights.compiles()
 
 
 def test_pieces_do_not_matter(monkeypatch):

@@ -26,12 +26,12 @@ class Gated(nn.Module):
 
 
 class Deep(nn.Module):
-    """Layers whose first axes do not divide evenly."""
+    """Layers whose first axes do not divide evenly, one leaving a rank with nothing."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(5, 17), nn.Tanh(), nn.Linear(17, 3))
+        self.layers = nn.Sequential(nn.Linear(5, 17), nn.Tanh(), nn.Linear(17, 1), nn.Linear(1, 3))
 
     def forward(self, x):
         return self.layers(x)
@@ -53,13 +53,13 @@ def main(kind: str, rank: int, world: int, samples: int, folder: str) -> None:
     )
     x, y = classification(64)
     x, y = x.chunk(world)[rank], y.chunk(world)[rank]
-    model = Gated() if kind in ("unused", "nan") else Deep()
+    model = Gated() if kind == "unused" else Deep()
     if kind == "ddp":
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=samples > 1)
-    elif kind in ("unused", "nan"):
+    elif kind == "unused":
         model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     elif kind in ("fsdp", "fsdp_nan"):
-        for layer in (model.layers[0], model.layers[2]):
+        for layer in (model.layers[0], *model.layers[2:]):
             fully_shard(layer)
         fully_shard(model)
     optimizer = small_ivon(model, mc_samples=samples, prefetch_sample=kind == "fsdp")

@@ -133,8 +133,8 @@ def vogn(
     """Variational online Gauss-Newton, [LSK20] figure 1 (left), for comparison.
 
     Its `update` takes one argument more, `squares`: the mean over the minibatch of the squared
-    gradients of the examples, from `grad_and_squares`. Arguments, sampling and refusal are those of
-    `ivon`.
+    gradients of the examples, from `grad_and_squares`. Arguments (but for `variant`, `clip_radius`
+    and `rescale_lr`), sampling and refusal are those of `ivon`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -176,8 +176,9 @@ def vadam(
 ) -> optax.GradientTransformationExtraArgs:
     """Vadam (Khan et al. 2018): Adam with noise in the weights, for comparison.
 
-    With several samples the square is that of their mean gradient. Arguments, sampling and refusal
-    are those of `ivon`; the state holds one array more, the second moment.
+    With several samples the square is that of their mean gradient. Arguments (but for `variant`,
+    `clip_radius` and `rescale_lr`), sampling and refusal are those of `ivon`; the state holds one
+    array more, the second moment.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from iblr.torch.layout import flat_like
+from iblr.torch.layout import flat_like, local
 
 
 class Accumulation:
@@ -111,10 +111,14 @@ class _Left(NamedTuple):
 
 
 def _norms(grad: Tensor) -> tuple[float, float]:
-    kind = torch.promote_types(grad.dtype, torch.float32)
-    orders = (2.0, math.inf)
-    if not grad.numel():
-        return 0.0, 0.0
-    norms = [torch.linalg.vector_norm(grad.detach(), order, dtype=kind) for order in orders]
-    first, second = (n.full_tensor() if isinstance(n, DTensor) else n for n in norms)
-    return float(first), float(second)
+    """Of all shards; where an axis of the mesh has copies, the first is a multiple of the norm."""
+    here = local(grad.detach()).flatten()
+    kind = torch.promote_types(here.dtype, torch.float32)
+    square = torch.linalg.vector_norm(here, dtype=kind).double().square()
+    largest = here.abs().amax().double() if here.numel() else torch.zeros_like(square)
+    if isinstance(grad, DTensor):
+        for axis in range(grad.device_mesh.ndim):
+            group = grad.device_mesh.get_group(axis)
+            torch.distributed.all_reduce(square, torch.distributed.ReduceOp.SUM, group=group)
+            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+    return math.sqrt(float(square)), float(largest)

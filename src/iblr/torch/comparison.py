@@ -16,7 +16,8 @@ from iblr.torch.slots import Slot
 class Vadam(MeanFieldOptimizer):
     """Vadam (Khan et al. 2018): Adam's squared gradient taken for the curvature.
 
-    Arguments are those of `IVON`. The learning rate is Adam's.
+    Arguments are those of `IVON`, but for `variant`, `mc_samples`, `prefetch_sample` and
+    `rescale_lr`. The learning rate is Adam's.
 
     Example:
         >>> import torch
@@ -70,7 +71,7 @@ class Vadam(MeanFieldOptimizer):
 class VOGN(Vadam):
     """Variational online Gauss-Newton ([LSK20] figure 1, left): squared gradients of each example.
 
-    Inside a block, `backward` takes the place of `loss.backward()`. Arguments are those of `IVON`.
+    Inside a block, `backward` takes the place of `loss.backward()`. Arguments are those of `Vadam`.
 
     Example:
         >>> import torch

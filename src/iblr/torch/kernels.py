@@ -7,6 +7,7 @@ step to step (the addresses of the state, sizes, the pieces of work) is kept bet
 import functools
 import importlib.util
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,8 @@ class _Batch:
             grad if grad.stride() == strides else flat_like(grad, one)
             for grad, one, strides in zip(grads, self.weights(), self.strides, strict=True)
         ]
+        if any([grad.dtype != self.grads[0].dtype for grad in self.grads]):
+            self.grads = [grad.float() for grad in self.grads]
         self._fill("grad", [grad.data_ptr() for grad in self.grads])
 
     def fill_curved(self, curved: Mapping[Slot, Any]) -> None:
@@ -187,16 +190,17 @@ class _Batch:
 
     def launch(self, name: str, *arguments: Tensor, **options: Any) -> None:
         """One of the kernels."""
-        getattr(_kernels(), name)[(self.programs,)](
-            self._on_device,
-            self.chunks,
-            *arguments,
-            ALIGNED=self._aligned,
-            CHUNK=CHUNK,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-            **options,
-        )
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            getattr(_kernels(), name)[(self.programs,)](
+                self._on_device,
+                self.chunks,
+                *arguments,
+                ALIGNED=self._aligned,
+                CHUNK=CHUNK,
+                BLOCK=BLOCK,
+                num_warps=WARPS,
+                **options,
+            )
 
     def note_written(self) -> None:
         """Tell autograd that the parameters changed."""
@@ -221,6 +225,7 @@ class _Batch:
 
     def _upload(self) -> None:
         self._aligned = not (self.table[:, : self.column["steps"]] % 16).any()
+        self._flat[-1] = 0
         table = torch.from_numpy(self._flat)
         if self.device.type == "cuda":
             if self._flat.nbytes > ASYNCHRONOUS:

@@ -10,6 +10,7 @@ slices.
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple, SupportsIndex
 
 import torch
@@ -58,7 +59,7 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
         prior_precision: Number | Sequence[Tensor] | None,
         **of_groups: Any,
     ):
-        if not isinstance(mc_samples, int) or mc_samples < 1:
+        if type(mc_samples) is not int or mc_samples < 1:
             raise ValueError(f"{self._name}(mc_samples={mc_samples}): give 1 or more samples.")
         self.mc_samples = mc_samples
         self.prefetch_sample = prefetch_sample
@@ -69,16 +70,14 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
         self._made: Weights | None = None
         self._refusals = Refusals(self._name)
         self._hands_out_means = False
-        single_mean = prior_mean if isinstance(prior_mean, int | float) else 0.0
-        single_precision = (
-            float(prior_precision) if isinstance(prior_precision, int | float) else None
-        )
-        counters = {"seed": int(operator.index(seed)), "draws": 0, "predictions": 0, "refused": 0}
+        single_mean = prior_mean if isinstance(prior_mean, Real) else 0.0
+        single_precision = float(prior_precision) if isinstance(prior_precision, Real) else None
+        counters = {"seed": _whole(self._name, seed), "draws": 0, "predictions": 0, "refused": 0}
         priors = {"prior_mean": float(single_mean), "prior_precision": single_precision}
         super().__init__(params, {**of_groups, **priors, **counters})
         for name, value in (("prior_mean", prior_mean), ("prior_precision", prior_precision)):
-            if value is not None and not isinstance(value, int | float):
-                set_prior(self._name, name, self.param_groups, self.state, value)
+            if value is not None and not isinstance(value, Real):
+                set_prior(self._name, name, self.param_groups, self.state, value)  # pyright: ignore
 
     # ---- what users call ----
 
@@ -129,6 +128,11 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
         Returns:
             The mean of what the closure returned.
         """
+        if self._inside:
+            raise RuntimeError(
+                f"{self._name}.step(): leave the block of sampled_params() first; gradients are "
+                "taken inside, the step comes after it."
+            )
         loss = self._evaluated(closure) if closure is not None else None
         gathered = self._accumulation
         if not gathered.blocks:
@@ -434,6 +438,13 @@ class MeanFieldOptimizer(torch.optim.Optimizer):
     def _set_counter(self, name: str, value: int) -> None:
         for group in self.param_groups:
             group[name] = value
+
+
+def _whole(optimizer: str, seed: Any) -> int:
+    try:
+        return operator.index(seed)
+    except TypeError as error:
+        raise ValueError(f"{optimizer}(seed={seed!r}): give a whole number.") from error
 
 
 def _precise(values: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo.config as dynamo
 import torch._inductor.config as inductor
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -26,6 +27,7 @@ from iblr.torch.slots import Cell, Sample, Slot, cell_of, stream_of
 SMALL = 2**12  # entries below which the work is in the number of parameters, not in their size
 FEW = 16  # small parameters for which it does not pay to leave the compiled loop
 MOST = 64
+KINDS = 256  # of dtypes, priors and the like that may be compiled for; torch gives up after eight
 CHUNK = 2**15  # entries that are worked on together op by op: what they need stays in the cache
 
 
@@ -79,6 +81,7 @@ class Loop:
         self.compiled = compiled
         self._few = FEW if compiled else 1
 
+    @dynamo.patch({"recompile_limit": KINDS})
     def draw(self, slots: Sequence[Slot], sample: Sample) -> None:
         """Samples into the weights."""
         for batch in batches(slots, stream_of(slots, sample), few=self._few):
@@ -89,6 +92,7 @@ class Loop:
                 run(one.weights, one.mean, one.precision, root_ess, batch.begin(0, part))
             batch.write_back("weights")
 
+    @dynamo.patch({"recompile_limit": KINDS})
     def advance(
         self,
         rule: Rule,
@@ -172,7 +176,8 @@ def pieces(first: int, size: int, step: int) -> Iterator[slice]:
 def noise_of(slot: Slot, sample: Sample) -> Tensor:
     """All the noise of a parameter, in the order of memory."""
     (words,) = stream_of([slot], sample)
-    device, size = slot.parameter.device, local(slot.parameter).numel()
+    mean = local(slot.state["mean"])
+    device, size = mean.device, mean.numel()
     noise = torch.empty(size, device=device)
     for part in pieces(slot.first, size, CHUNK):
         begin = torch.from_numpy(stream_at(words, slot.first + part.start)).to(device)

@@ -4,11 +4,13 @@ On the CPU this is known at once. On a GPU the step itself looks, and the host, 
 it, hears of it later, so as not to wait.
 """
 
+import sys
 import warnings
 
 import torch
 from torch import Tensor
 
+OURS = ("iblr.torch", "torch.", "contextlib")
 LOOK = 8  # steps on a GPU between two looks at the count
 
 
@@ -64,5 +66,13 @@ class Refusals:
             f"nothing was changed but the noise ({count} refused so far). Lower the learning "
             "rate, clip gradients, or look for what the loss cannot take.",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=_outside(),
         )
+
+
+def _outside() -> int:
+    """The level of the first caller that is neither ours nor PyTorch's."""
+    level, frame = 1, sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(OURS):
+        level, frame = level + 1, frame.f_back
+    return level

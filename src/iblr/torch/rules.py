@@ -124,7 +124,7 @@ def improved(curved: Quotient, precision: Tensor, prior: Prior, c: Numbers) -> T
     root = torch.sqrt(precision)
     top = c.root_ess * curved.numerator * root + (prior.decay - precision) * curved.denominator
     factor = root + c.gain2 * (top / (curved.denominator * root))
-    largest = 3.4028234663852886e38  # of float32
+    largest = 1e35  # so that no product above exceeds float32
     return torch.clamp(0.5 * (precision + factor * factor), max=largest)
 
 
@@ -137,6 +137,8 @@ def numbers(group: Mapping[str, Any], step: int) -> Numbers:
     """Of step k = 1, 2, ... of a parameter group."""
     beta1, beta2 = group["betas"]
     lr, rescaled = float(group["lr"]), group["rescale_lr"]
+    if not math.isfinite(lr):
+        raise ValueError(f"step(): the learning rate is {lr}. Look at what sets it.")
     return Numbers(
         root_ess=math.sqrt(group["ess"]),
         per_ess=1 / group["ess"],

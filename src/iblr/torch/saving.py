@@ -32,6 +32,10 @@ class MeanOfWeights:
                 with torch.no_grad():
                     saved[prefix + name] = mean.to(parameter.dtype, copy=True)
 
+    def serves(self, optimizer: Any) -> bool:
+        """Whether it is of that optimiser."""
+        return self._optimizer is not None and self._optimizer() is optimizer
+
     def __getstate__(self) -> dict[str, Any]:
         return {"_optimizer": None}
 
@@ -44,4 +48,6 @@ def hand_out_means(optimizer: Any) -> None:
         if not issubclass(type(found), nn.Module):
             continue
         if ours & {id(parameter) for parameter in found.__dict__.get("_parameters", {}).values()}:
-            found.register_state_dict_post_hook(hook)
+            hooks: Any = found._state_dict_hooks.values()
+            if not any(isinstance(one, MeanOfWeights) and one.serves(optimizer) for one in hooks):
+                found.register_state_dict_post_hook(hook)

@@ -20,7 +20,7 @@ def check_group(optimizer: str, group: Mapping[str, Any]) -> None:
         if not (value > 0 or least) or most:
             raise ValueError(f"{optimizer}({name}={value:g}): give a positive number.")
     for name in ("weight_decay", "prior_precision"):
-        if group[name] is None:
+        if name == "prior_precision" and group[name] is None:
             continue
         value = number(optimizer, name, group[name])
         if not 0 < value < math.inf:
@@ -33,7 +33,7 @@ def check_group(optimizer: str, group: Mapping[str, Any]) -> None:
         raise ValueError(f"{optimizer}(prior_mean={centre:g}): give a finite number.")
     betas = group["betas"]
     pair = isinstance(betas, Sequence) and len(betas) == 2
-    if not pair or not all(0 <= beta < 1 for beta in betas):
+    if not pair or not all(0 <= number(optimizer, "betas", beta) < 1 for beta in betas):
         raise ValueError(f"{optimizer}(betas={betas}): give two numbers in [0, 1).")
     for parameter in group["params"]:
         check_parameter(optimizer, parameter)

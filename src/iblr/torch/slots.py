@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from iblr.torch.layout import first_index, flat, flat_like, local
@@ -37,6 +38,7 @@ class Slot:
         state: mean, momentum, precision s (q has the precision ess s) and step, in float32, or
             float64 for weights of float64; prior_mean and prior_precision if they differ by entry.
         first: index, in the whole parameter, of what is in this process.
+        dtype: of the parameter when it was last written to by us.
         held: the sample that it is; None: the mean.
         written: version and address of the parameter when it was last written to by us.
         views: flat views by name, with what they are views of.
@@ -47,6 +49,7 @@ class Slot:
     parameter: Tensor
     state: dict[str, Any]
     first: int
+    dtype: torch.dtype = torch.float32
     held: Sample | None = None
     written: tuple[int, int] | None = None
     views: dict[str, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
@@ -64,7 +67,7 @@ class Slot:
     @classmethod
     def of(cls, group: dict[str, Any], number: int, parameter: Tensor, state: Any) -> "Slot":
         """That of a parameter."""
-        return cls(group, number, parameter, state, first_index(parameter))
+        return cls(group, number, parameter, state, first_index(parameter), parameter.dtype)
 
 
 class Cell(NamedTuple):

@@ -47,7 +47,7 @@ _RATE_DECAY = tl.constexpr(FIELDS.index("rate_decay"))
 _RADIUS = tl.constexpr(FIELDS.index("radius"))
 
 _HIGHER = tl.constexpr(counter_noise.HIGHER)
-_LARGEST = tl.constexpr(3.4028234663852886e38)
+_LARGEST = tl.constexpr(1e35)
 
 
 def _shared(function):

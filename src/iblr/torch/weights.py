@@ -15,14 +15,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from iblr.torch import kernels
-from iblr.torch.layout import check_dense, local, master
-from iblr.torch.paths import Loop, can_compile
+from iblr.torch.layout import check_dense, flat, local, master
+from iblr.torch.paths import Loop, can_compile, noise_of
 from iblr.torch.rules import Rule, decay
 from iblr.torch.slots import STATE, Sample, Slot
 
 WORTH_COMPILING = 2**17  # entries on the CPU from which the wait for a compiler pays
 MANY = 64
 BEING_WRITTEN = Sample(False, -1, -1)
+
+
+def _ordinary(function: Callable[..., None]) -> Callable[..., None]:
+    """Without autograd, and not in `inference_mode`: no step could write to what is made there."""
+    return torch.inference_mode(False)(torch.no_grad()(function))
 
 
 class Work(NamedTuple):
@@ -55,6 +60,7 @@ class Weights:
         self.slot_of: dict[Tensor, Slot] = {}
         self.grow()
 
+    @_ordinary
     def grow(self) -> None:
         """Take in parameters that were added."""
         every = [(group, parameter) for group in self._groups for parameter in group["params"]]
@@ -75,8 +81,11 @@ class Weights:
         """Make the weights that sample, or the mean; frozen ones are never a sample."""
         slots = self.slots if sample is None else self.trained()
         self.write([slot for slot in slots if slot.held != sample], sample)
+        if sample is not None:
+            frozen = [slot for slot in self.slots if not slot.parameter.requires_grad]
+            self.write([slot for slot in frozen if slot.held is not None], None)
 
-    @torch.no_grad()
+    @_ordinary
     def write(self, slots: Sequence[Slot], sample: Sample | None) -> None:
         """A sample, or the mean, into some of the weights."""
         if not slots:
@@ -97,7 +106,7 @@ class Weights:
         for slot, mark in zip(slots, self._marks(slots), strict=True):
             slot.held, slot.written = sample, mark
 
-    @torch.no_grad()
+    @_ordinary
     def adopt(self) -> None:
         """Take over as the mean what was written into the weights from outside."""
         marks = self._marks(self.slots)
@@ -108,17 +117,19 @@ class Weights:
         ]
         if not changed:
             return
+        expected = [_expected(slot) for slot in changed]
         for slot in changed:
             if _moved(slot):
                 check_dense("IVON", slot.parameter)
                 lay_out_like(slot.parameter, slot.state)
         self._plan_anew()
-        for slot in changed:
-            held, now = slot.held, local(slot.parameter.detach()).clone()
-            self.write([slot], held)
-            mean, ours = local(slot.state["mean"]), local(slot.parameter.detach())
-            mean.copy_(torch.where(now == ours, mean, now.to(mean.dtype)))
-            self.write([slot], held)
+        for slot, (ours, error) in zip(changed, expected, strict=True):
+            mean, here = local(slot.state["mean"]), local(slot.parameter.detach())
+            now, ours, error = (one.to(mean.device, mean.dtype) for one in (here, ours, error))
+            rounding = torch.finfo(here.dtype).eps * ours.abs()
+            mean.copy_(torch.where((now - ours).abs() <= error + rounding, mean, now))
+            slot.dtype = here.dtype
+            self.write([slot], slot.held)
 
     def plan(self, slots: Sequence[Slot], *, of_step: bool) -> list[Work]:
         """The pieces of work for a sample or a step, as they were found the last time."""
@@ -134,11 +145,11 @@ class Weights:
             ]
         return self._plans[name]
 
-    def compiles(self, slots: Sequence[Slot]) -> bool:
-        """Whether steps of these, on the CPU, are compiled."""
+    def compiles(self) -> bool:
+        """Whether steps on the CPU are compiled."""
         if self._compiled is not None:
             return self._compiled
-        size = sum(slot.state["mean"].numel() for slot in slots)
+        size = sum(slot.state["mean"].numel() for slot in self.slots)
         return size >= WORTH_COMPILING and can_compile()
 
     def _work(self, rule: Rule | None, slots: Sequence[Slot]) -> list[Work]:
@@ -146,12 +157,12 @@ class Weights:
         for slot in slots:
             fits = kernels.fits(slot.parameter, rule)
             parts.setdefault("fused" if fits else slot.parameter.device.type, []).append(slot)
-        return [Work(self._path(kind, some), rule, some) for kind, some in parts.items()]
+        return [Work(self._path(kind), rule, some) for kind, some in parts.items()]
 
-    def _path(self, kind: str, slots: Sequence[Slot]) -> Loop | kernels.Fused:
+    def _path(self, kind: str) -> Loop | kernels.Fused:
         if kind == "fused":
             return self.fused
-        return Loop(self.compiles(slots) if kind == "cpu" else bool(self._compiled))
+        return Loop(self.compiles() if kind == "cpu" else bool(self._compiled))
 
     def _plan_anew(self) -> None:
         self.fused = kernels.Fused()
@@ -190,6 +201,22 @@ def lay_out_like(parameter: Tensor, state: dict[str, Any]) -> None:
             fresh = torch.empty_like(parameter, dtype=master(parameter), requires_grad=False)
             state[name] = fresh.copy_(state[name])
     state["step"] = state["step"].to(step_device(parameter), torch.float32, copy=True)
+
+
+def _expected(slot: Slot) -> tuple[Tensor, Tensor]:
+    """What was written into a parameter last, and how far it may be off by rounding alone.
+
+    From the state as it was then: since, the parameter may have been moved or laid out anew.
+    """
+    mean = local(slot.state["mean"])
+    ours, error = mean, torch.zeros_like(mean)
+    if slot.held is not None:
+        noise = torch.empty_like(mean)
+        flat(noise).copy_(noise_of(slot, slot.held))
+        scale = torch.rsqrt(slot.group["ess"] * local(slot.state["precision"]))
+        # Noise itself is within some 1e-6 on another path.
+        ours, error = mean + scale * noise, 1e-5 * scale * (1 + noise.abs())
+    return ours, error + 2 * torch.finfo(slot.dtype).eps * (mean.abs() + ours.abs())
 
 
 def _moved(slot: Slot) -> bool:
