@@ -43,6 +43,7 @@ ORDER = [
     "iblr.families.product",
     "iblr.families.definition",
     "iblr.families.custom",
+    "iblr.regression",
     "iblr.estimators",
     "iblr.rule",
     "iblr.diagnostics",

@@ -1,0 +1,117 @@
+"""Gaussians from regressions of gradients: the models, exact targets, and an honest gap."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import slow
+
+import iblr
+from iblr import regression
+
+advance = eqx.filter_jit(regression.advance)
+
+
+def spectrum(rng, values):
+    basis = np.linalg.qr(rng.normal(size=(len(values), len(values))))[0]
+    return (basis * values) @ basis.T
+
+
+def moments(E, D):
+    gram, cross = jnp.asarray(E @ E.T), jnp.asarray(D @ E.T)
+    return *jnp.linalg.eigh(gram), cross
+
+
+def test_least_squares_solves_its_normal_equations(x64):
+    rng = np.random.default_rng(0)
+    E, D, ridge = rng.normal(size=(6, 9)), rng.normal(size=(6, 9)), 0.7
+    K = np.asarray(regression.least_squares(*moments(E, D), ridge))
+    slope = (K @ E - D) @ E.T + ridge * K  # of half the objective, for any K
+    np.testing.assert_allclose(slope + slope.T, 0, atol=1e-12)
+    np.testing.assert_allclose(K, K.T, atol=1e-14)
+
+
+def test_both_models_are_exact_for_a_quadratic_with_enough_pairs(x64):
+    rng = np.random.default_rng(1)
+    H = spectrum(rng, np.logspace(-1, 2, 5))
+    E = rng.normal(size=(5, 7))
+    found = moments(E, (H - np.eye(5)) @ E)
+    np.testing.assert_allclose(regression.least_squares(*found, 0.0), H - np.eye(5), atol=1e-9)
+    np.testing.assert_allclose(regression.quasi_newton(*found), H - np.eye(5), atol=1e-9)
+
+
+def test_the_quasi_newton_model_is_exact_where_it_looked_and_positive_definite(x64):
+    rng = np.random.default_rng(2)
+    H = spectrum(rng, np.logspace(0, 4, 8))
+    E = rng.normal(size=(8, 3))
+    model = np.asarray(regression.quasi_newton(*moments(E, (H - np.eye(8)) @ E))) + np.eye(8)
+    np.testing.assert_allclose(model @ E, H @ E, rtol=1e-9)
+    assert np.linalg.eigvalsh(model).min() > 0
+    Q = np.linalg.qr(E)[0]
+    gamma = np.exp(np.log(np.linalg.eigvalsh(Q.T @ H @ Q)).mean())
+    outside = np.linalg.svd(np.concatenate([E, H @ E], 1).T)[2][6:]  # the span of neither
+    np.testing.assert_allclose(model @ outside.T, gamma * outside.T, rtol=1e-9)
+
+
+def test_directions_without_positive_curvature_do_not_make_it_indefinite(x64):
+    rng = np.random.default_rng(3)
+    H = spectrum(rng, np.array([-1.0, 0.5, 1.0, 2.0]))
+    E = rng.normal(size=(4, 4))
+    model = np.asarray(regression.quasi_newton(*moments(E, (H - np.eye(4)) @ E))) + np.eye(4)
+    assert np.linalg.eigvalsh(model).min() > 0.1
+
+
+def run(target, family, steps, seed=0):
+    state, key = regression.begin(family), jax.random.key(seed)
+    for step in range(steps):
+        state = advance(state, target, jax.random.fold_in(key, step))
+    return state
+
+
+@pytest.mark.parametrize("scale", [slow(1.0), 1e4, slow(1e-4)])
+def test_a_gaussian_is_solved_by_little_more_than_its_dimension(scale, x64):
+    rng = np.random.default_rng(4)
+    H = jnp.asarray(spectrum(rng, np.logspace(-2, 2, 20) * scale**2))
+    centre = jnp.asarray(rng.normal(size=20) / scale)
+    target = iblr.Target(lambda z: -0.5 * (z - centre) @ H @ (z - centre))
+    exact = iblr.Gaussian.from_precision(centre, H)
+    state = run(target, iblr.Gaussian.standard(20), 18)
+    assert 2 * 18 * regression.num_pairs(20) == 144  # gradients
+    assert float(state.family.kl(exact)) < 1e-6
+    state = run(target, iblr.Gaussian.standard(20), 30)
+    assert bool(state.finishing) and float(state.gap) < 1e-6
+
+
+def test_float32_is_enough_for_a_condition_of_a_million():
+    H = jnp.asarray(spectrum(np.random.default_rng(5), np.logspace(-3, 3, 12)), jnp.float32)
+    target = iblr.Target(lambda z: -0.5 * (z - 1) @ H @ (z - 1))
+    state = run(target, iblr.Gaussian.standard(12), 25)
+    exact = iblr.Gaussian.from_precision(jnp.ones(12), H)
+    assert float(state.family.kl(exact)) < 0.01
+
+
+def test_the_gap_is_what_the_noise_has_left(x64):
+    """sum z - exp(z): the best Gaussian is N(-1/2, I), and the ELBO is known."""
+    target = iblr.Target(lambda z: (z - jnp.exp(z)).sum())
+
+    def gap(family):
+        m, v = family.mean, jnp.diagonal(family.covariance)
+        elbo = (m - jnp.exp(m + v / 2)).sum() + 0.5 * family.log_det
+        return -1.5 * 5 - elbo
+
+    true, estimated = [], []
+    for seed in range(8):
+        state = run(target, iblr.Gaussian.standard(5), 120, seed)
+        assert bool(state.finishing)
+        true.append(float(gap(state.family)))
+        estimated.append(float(state.gap))
+    assert min(true) > 0 and max(true) < 0.05
+    assert 0.4 < np.mean(estimated) / np.mean(true) < 2.5
+
+
+def test_the_start_may_be_far_away(x64):
+    target = iblr.Target(lambda z: jax.nn.log_sigmoid(z).sum() - 0.5 * (z**2).sum())
+    start = iblr.Gaussian.from_covariance(1000 * jnp.ones(4), jnp.eye(4))
+    near, far = run(target, iblr.Gaussian.standard(4), 60), run(target, start, 60)
+    np.testing.assert_allclose(far.family.mean, near.family.mean, atol=0.02)
