@@ -162,7 +162,7 @@ def averaged_tangent(q, kind):
     return total
 
 
-@pytest.mark.parametrize("kind", [slow("own"), "reuse", slow("shared"), "rep", "hess"])
+@pytest.mark.parametrize("kind", [slow("own"), "reuse", slow("shared"), slow("rep"), slow("hess")])
 @pytest.mark.parametrize(("K", "d"), [(3, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_every_estimator_averages_to_the_natural_gradient(kind, K, d, x64):
     q = mixture(K + d, K, d)

@@ -150,7 +150,7 @@ def averaged_tangent(q, kind):
     return jax.tree.map(lambda x: jnp.tensordot(weights, x, 1), at(w, e))
 
 
-@pytest.mark.parametrize("kind", ["stl", "rep", "hess"])
+@pytest.mark.parametrize("kind", ["stl", slow("rep"), slow("hess")])
 def test_every_estimator_averages_to_the_natural_gradient(kind, x64):
     q = member(0, 1)
     for actual, expected in zip(averaged_tangent(q, kind), by_definition(q), strict=True):
