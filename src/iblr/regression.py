@@ -173,16 +173,24 @@ def begin(family: Gaussian) -> Regression:
 
 def advance(state: Regression, target: Target, key: Key[Array, ""]) -> Regression:
     """One batch of pairs, and the Gaussian they ask for."""
-    batch, seen = look(state, target, key)
+    batch, seen, usable = look(state, target, key)
     base = _score(Model(jnp.zeros_like(state.inverse), jnp.zeros_like(state.lead)), seen)
+    before = state
     state, model, reliable = jax.lax.cond(
         state.finishing, _finish, _approach, state, batch, seen, base
     )
-    return _moved(state, model, seen, base, reliable)
+    moved = _moved(state, model, seen, base, reliable)
+    narrow = _narrowed(before)
+    return jax.tree.map(lambda a, b: jnp.where(usable >= 0.5, a, b), moved, narrow)
 
 
-def look(state: Regression, target: Target, key: Key[Array, ""]) -> tuple[Pairs, Whitened]:
-    """A batch of pairs in orthogonal directions, the first along the last gradient."""
+def look(
+    state: Regression, target: Target, key: Key[Array, ""]
+) -> tuple[Pairs, Whitened, Float[Array, ""]]:
+    """A batch of pairs in orthogonal directions, the first along the last gradient.
+
+    Pairs at which a gradient is not finite are left out; what share is usable comes last.
+    """
     family = state.family
     P, d = state.memory.offset.shape[1:]
     noise_key, radius_key, batch_key = jax.random.split(key, 3)
@@ -195,9 +203,21 @@ def look(state: Regression, target: Target, key: Key[Array, ""]) -> tuple[Pairs,
     log_density = target.whole(family.structure, target.batch(batch_key))
     slope = jax.vmap(jax.grad(lambda x: -log_density(x)))
     up, down = slope(family.mean + offset), slope(family.mean - offset)
-    mean, change = 0.5 * (up + down), 0.5 * (up - down)
-    batch = Pairs(offset, change, family.mean, mean.mean(0))
-    return batch, Whitened(noise, family.whiten(change) - noise, family.whiten(mean))
+    fine = jnp.isfinite(up + down).all(1, keepdims=True)
+    mean, change = jnp.where(fine, 0.5 * (up + down), 0), jnp.where(fine, 0.5 * (up - down), 0)
+    average = mean.sum(0) / jnp.maximum(fine.sum(), 1)
+    mean = jnp.where(fine, mean, average)
+    noise, offset = jnp.where(fine, noise, 0), jnp.where(fine, offset, 0)
+    seen = Whitened(noise, family.whiten(change) - noise, family.whiten(mean))
+    return Pairs(offset, change, family.mean, average), seen, fine.astype(noise.dtype).mean()
+
+
+def _narrowed(state: Regression) -> Regression:
+    """Half the standard deviations: where they are is mostly outside of the target's domain."""
+    q = state.family
+    log_det = q.log_det - 2 * q.dim * math.log(2)
+    family = Gaussian(mean=q.mean, factor=0.5 * q.factor, log_det=log_det, structure=q.structure)
+    return eqx.tree_at(lambda s: (s.family, s.inverse), state, (family, 2 * state.inverse))
 
 
 def _approach(
@@ -207,7 +227,7 @@ def _approach(
     n, P, d = state.memory.offset.shape
     old = _whiten(state, state.memory)
     W, count = state.window, state.count
-    lengths = jnp.stack([jnp.int32(1), jnp.int32(2), W // 2, W, W + 1, 2 * W]).clip(1, n)
+    lengths = jnp.stack([jnp.int32(1), W // 2, W + 1, 2 * W]).clip(1, n)
     kinds = len(RIDGES) + 1
 
     def judge(length: Int[Array, ""]) -> Float[Array, " k"]:
@@ -293,7 +313,7 @@ def _finish(
         younger=jax.tree.map(lambda x: jnp.where(restart, 0, x), younger),
         advantage=jnp.where(restart, 0, advantage),
         effective=effective,
-        noise=jnp.where(first, noise, 0.9 * state.noise + 0.1 * noise),
+        noise=jnp.where(first, noise, state.noise + rate * (noise - state.noise)),
         usual=usual,
         last=state.last,
         radius=state.radius,

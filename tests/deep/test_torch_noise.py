@@ -116,7 +116,7 @@ def test_indices_beyond_32_bits_go_on():
 
 
 def test_a_shard_may_lie_on_both_sides_of_32_bits():
-    slot = Slot({"seed": 3}, 0, torch.zeros(100), {}, first=2**32 - 40)
+    slot = Slot({"seed": 3}, 0, torch.zeros(100), {"mean": torch.zeros(100)}, first=2**32 - 40)
     (words,) = stream_of([slot], Sample(True, 0, 0))
     low = normal(40, torch.from_numpy(stream_at(words, 2**32 - 40)))
     high = normal(60, torch.from_numpy(stream_at(words, 2**32)))

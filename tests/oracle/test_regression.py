@@ -115,3 +115,18 @@ def test_the_start_may_be_far_away(x64):
     start = iblr.Gaussian.from_covariance(1000 * jnp.ones(4), jnp.eye(4))
     near, far = run(target, iblr.Gaussian.standard(4), 60), run(target, start, 60)
     np.testing.assert_allclose(far.family.mean, near.family.mean, atol=0.02)
+
+
+def test_where_the_target_is_not_finite_is_left_out_or_left(x64):
+    """nan beyond 6 standard deviations of the optimum; the start lies half in it."""
+
+    def log_density(z):
+        value = jax.nn.log_sigmoid(z).sum() - 0.5 * (z**2).sum()
+        return jnp.where(z[0] > 6.5, jnp.nan, value)
+
+    start = iblr.Gaussian.from_covariance(6 * jnp.ones(4), 100 * jnp.eye(4))
+    state = run(iblr.Target(log_density), start, 60)
+    smooth = iblr.Target(lambda z: jax.nn.log_sigmoid(z).sum() - 0.5 * (z**2).sum())
+    expected = run(smooth, iblr.Gaussian.standard(4), 60)
+    np.testing.assert_allclose(state.family.mean, expected.family.mean, atol=0.02)
+    np.testing.assert_allclose(state.family.covariance, expected.family.covariance, atol=0.02)
