@@ -193,12 +193,11 @@ def look(
     """
     family = state.family
     P, d = state.memory.offset.shape[1:]
-    noise_key, radius_key, batch_key = jax.random.split(key, 3)
-    rough = jax.random.normal(noise_key, (d, P), family.dtype)
+    noise_key, batch_key = jax.random.split(key)
+    rough, other = jax.random.normal(noise_key, (2, d, P), family.dtype)
     lead = jnp.where(~state.finishing & (state.lead != 0).any(), state.lead, rough[:, 0])
     Q, R = jnp.linalg.qr(rough.at[:, 0].set(lead))
-    length = jnp.sqrt(2 * jax.random.gamma(radius_key, d / 2, (P,), family.dtype))
-    noise = (Q * jnp.sign(jnp.diagonal(R)) * length).T
+    noise = (Q * jnp.sign(jnp.diagonal(R)) * jnp.linalg.norm(other, axis=0)).T
     offset = family.colour(noise)
     log_density = target.whole(family.structure, target.batch(batch_key))
     slope = jax.vmap(jax.grad(lambda x: -log_density(x)))
