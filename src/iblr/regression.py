@@ -21,9 +21,10 @@ and the gradient at the mean is averaged over batches after moving each along th
 none of them has seen, is the judge, in nats: |y - yhat|^2/2 + |D - K E|^2/(4P). The longest window
 within a tenth of the best is taken, with the newest batch, and solved for. *Finish.* Once no model
 predicts the newest batch better than the current q does (three times), what is left is noise, and
-the moments are averaged over all batches with weights c/(c + k). A younger average runs beside the
-older and takes its place if it predicts better: the older had begun too early. The residuals of a
-batch under a model that has not seen it tell how much noise the average still has: the gap.
+the moments are averaged over all batches with weights c/(c + k), extreme pairs trimmed. A younger
+average runs beside the older and takes its place if it predicts better: the older had begun too
+early. The residuals of a batch under a model that has not seen it tell how much noise the average
+still has: the gap.
 """
 
 import math
@@ -45,6 +46,7 @@ CALM = 3  # batches that no model predicts better than q, before the finish
 MEASURED = 3  # batches of the finish before their noise tells the gap
 SMALLEST = 0.25  # what a precision may fall to in one step
 RELAPSE = 1e3
+TRIM = 20.0  # over the number of pairs, what squared residuals may be in units of their mean
 
 
 class Pairs(NamedTuple):
@@ -277,7 +279,8 @@ def _finish(
 ) -> tuple[Regression, Model, Bool[Array, ""]]:
     """All moments with the new ones among them, solved."""
     P, d = seen.noise.shape
-    new = _averaged(jax.tree.map(lambda x: x[None], batch), jnp.ones(1, bool), jnp.int32(1))
+    trimmed = _trimmed(state, batch, seen)
+    new = _averaged(jax.tree.map(lambda x: x[None], trimmed), jnp.ones(1, bool), jnp.int32(1))
     gain = jnp.where(
         state.younger.age * P >= d, base - _score(_solved(state, state.younger), seen), jnp.nan
     )
@@ -319,6 +322,23 @@ def _finish(
         lead=state.lead,
     )
     return fresh, _solved(state, older), jnp.zeros((), bool)
+
+
+def _trimmed(state: Regression, batch: Pairs, seen: Whitened) -> Pairs:
+    """A batch whose extreme pairs count for less, the less so the more batches there are.
+
+    With a bound on the squared residuals of n/20 times their mean, the average of n of them is that
+    of all in the end, and no rare pair throws it off before.
+    """
+    residual = jnp.sum(seen.excess**2, axis=1)
+    pairs = jnp.maximum(state.effective * len(residual), 4)
+    bound = jnp.where(state.noise[1] > 0, state.noise[1] * pairs / TRIM, jnp.inf)
+    weight = jnp.minimum(1, jnp.sqrt(bound / jnp.where(residual > 0, residual, 1)))
+    root = jnp.sqrt(weight)[:, None]
+    gradient = matmul(weight / weight.sum(), seen.gradients)
+    return Pairs(
+        root * batch.offset, root * batch.change, batch.centre, matmul(gradient, state.inverse)
+    )
 
 
 def _moved(

@@ -130,3 +130,18 @@ def test_where_the_target_is_not_finite_is_left_out_or_left(x64):
     expected = run(smooth, iblr.Gaussian.standard(4), 60)
     np.testing.assert_allclose(state.family.mean, expected.family.mean, atol=0.02)
     np.testing.assert_allclose(state.family.covariance, expected.family.covariance, atol=0.02)
+
+
+def test_a_rare_pair_counts_for_no_more_than_its_share(x64):
+    state = regression.begin(iblr.Gaussian.standard(3))
+    state = eqx.tree_at(lambda s: (s.noise, s.effective), state, (jnp.ones(2), jnp.array(40.0)))
+    rows = jnp.eye(3)
+    excess = jnp.array([[1.0, 0, 0], [0, 2.0, 0], [0, 0, 1000.0]])
+    batch = regression.Pairs(rows, excess + rows, jnp.zeros(3), jnp.ones(3))
+    seen = regression.Whitened(rows, excess, jnp.array([[1.0] * 3, [2.0] * 3, [9.0] * 3]))
+    trimmed = regression._trimmed(state, batch, seen)
+    weight = jnp.sum(trimmed.offset**2, axis=1)  # the bound is 40 * 3 / 20 = 6, on 1, 4 and 1e6
+    np.testing.assert_allclose(weight, [1, 1, np.sqrt(6e-6)])
+    np.testing.assert_allclose(trimmed.change, jnp.sqrt(weight)[:, None] * batch.change)
+    expected = np.average([1, 2, 9], weights=weight)
+    np.testing.assert_allclose(trimmed.gradient, expected)
