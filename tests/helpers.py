@@ -190,3 +190,13 @@ def no_type_hook() -> Iterator[None]:
 def slow(*values):
     """A row of `parametrize` that is left to the slow tests."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def counter_bits(index, key, offset, m, n):
+    """`iblr.counter_noise` in Python's integers: triple32, with words added between rounds."""
+    high, low = divmod(index, 2**32)
+    x = (low * key + offset) % 2**32
+    x = ((x ^ x >> 17) * 0xED5AD4BB + m + high * 0x9E3779B9) % 2**32
+    x = ((x ^ x >> 11) * 0xAC4C1B51 + n) % 2**32
+    x = (x ^ x >> 15) * 0x31848BAB % 2**32
+    return x ^ x >> 14

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, no_type_hook, slow
+from helpers import assert_same_bits, counter_bits, no_type_hook, slow
 from scipy.special import ndtri
 
 import iblr.optax as ib
@@ -131,19 +131,10 @@ def vadam_listing(mu, m, s, g, z, k, lr, ess, delta, b1, b2, hess_init, clip, mu
 SETTINGS = {"ess": 50.0, "b1": 0.8, "b2": 0.97, "hess_init": 0.7}
 
 
-def bits(index, key, offset, m, n):
-    """The generator in Python's integers: the hash triple32, with words added between rounds."""
-    x = (index * key + offset) % 2**32
-    x = ((x ^ x >> 17) * 0xED5AD4BB + m) % 2**32
-    x = ((x ^ x >> 11) * 0xAC4C1B51 + n) % 2**32
-    x = (x ^ x >> 15) * 0x31848BAB % 2**32
-    return x ^ x >> 14
-
-
 def test_noise_is_the_quantiles_of_the_bits_of_the_generator():
     first, second, leaf = 4_000_000_000, 7, 5
-    key, offset, m, n = (bits(4 * leaf + j, 1, first, second, 0) for j in range(4))
-    drawn = np.array([bits(index, key | 1, offset, m, n) for index in range(24 * 25)])
+    key, offset, m, n = (counter_bits(4 * leaf + j, 1, first, second, 0) for j in range(4))
+    drawn = np.array([counter_bits(index, key | 1, offset, m, n) for index in range(24 * 25)])
     p = ((drawn & 0x7FFFFFFF) + 0.5) / 2**32
     expected = np.where(drawn >> 31, ndtri(p), -ndtri(p)).reshape(4, 6, 25)
     seed = jnp.array([first, second], jnp.uint32)

@@ -27,6 +27,7 @@ early. The residuals of a batch under a model that has not seen it tell how much
 still has: the gap.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -217,8 +218,8 @@ def _narrowed(state: Regression) -> Regression:
     """Half the standard deviations: where they are is mostly outside of the target's domain."""
     q = state.family
     log_det = q.log_det - 2 * q.dim * math.log(2)
-    family = Gaussian(mean=q.mean, factor=0.5 * q.factor, log_det=log_det, structure=q.structure)
-    return eqx.tree_at(lambda s: (s.family, s.inverse), state, (family, 2 * state.inverse))
+    family = dataclasses.replace(q, factor=0.5 * q.factor, log_det=log_det)
+    return dataclasses.replace(state, family=family, inverse=2 * state.inverse)
 
 
 def _approach(
@@ -232,7 +233,7 @@ def _approach(
     kinds = len(RIDGES) + 1
 
     def judge(length: Int[Array, ""]) -> Float[Array, " k"]:
-        models = _models(old, jnp.arange(n) >= n - length, length)
+        models = _models(old, jnp.arange(n) >= n - length)
         scores = jax.vmap(_score, (0, None))(models, seen)
         return jnp.where(_allowed(length, P, d) & (length <= count), scores, jnp.inf)
 
@@ -244,18 +245,16 @@ def _approach(
     place = jnp.argmin(among)
     score = jnp.where(chosen > 0, among.ravel()[place], base)
     kind = jnp.where(chosen > 0, place % kinds, 0)
-    memory = jax.tree.map(lambda m, b: jnp.concatenate([m[1:], b[None]]), state.memory, batch)
-    inside = jnp.arange(n) >= n - 1 - chosen
-    models = _models(_whiten(state, memory), inside, chosen + 1)
+    models = _models(_with(old, _whiten(state, batch)), jnp.arange(n) >= n - 1 - chosen)
     calm = jnp.where((score > 0.5 * base) & (chosen > 0), state.calm + 1, 0)
     count = jnp.minimum(count + 1, n)
     enough = count * P >= d
     finishing = (calm >= CALM) & enough
     wanted = jnp.maximum(chosen, math.ceil(d / P))
-    started = _averaged(memory, jnp.arange(n) >= n - wanted, wanted)
-    fresh = Regression(
-        family=state.family,
-        inverse=state.inverse,
+    memory = _with(state.memory, batch)
+    started = _averaged(memory, jnp.arange(n) >= n - wanted)
+    fresh = dataclasses.replace(
+        state,
         memory=memory,
         count=count,
         window=chosen,
@@ -267,9 +266,6 @@ def _approach(
         effective=jnp.asarray(wanted, state.effective.dtype),
         noise=jnp.zeros_like(state.noise),
         usual=base,
-        last=state.last,
-        radius=state.radius,
-        lead=state.lead,
     )
     return fresh, jax.tree.map(lambda x: x[kind], models), (score < 0.3 * base) & (chosen > 0)
 
@@ -280,7 +276,7 @@ def _finish(
     """All moments with the new ones among them, solved."""
     P, d = seen.noise.shape
     trimmed = _trimmed(state, batch, seen)
-    new = _averaged(jax.tree.map(lambda x: x[None], trimmed), jnp.ones(1, bool), jnp.int32(1))
+    new = _averaged(jax.tree.map(lambda x: x[None], trimmed), jnp.ones(1, bool))
     gain = jnp.where(
         state.younger.age * P >= d, base - _score(_solved(state, state.younger), seen), jnp.nan
     )
@@ -294,7 +290,7 @@ def _finish(
     swap = (number >= 4) & (mean > error)
     older = jax.tree.map(lambda y, o: jnp.where(swap, y, o), state.younger, state.older)
     effective = jnp.where(swap, jnp.maximum(0.75 * older.age, 1), state.effective)
-    rate = FORGETTING / (FORGETTING + older.age + 1)
+    rate = _rate(older)
     effective = 1 / (rate**2 + (1 - rate) ** 2 / effective)
     restart = swap | (younger.age >= jnp.maximum(0.5 * older.age, d / P + 6))
     spread = jnp.sum((seen.gradients - seen.gradients.mean(0)) ** 2) / max(P - 1, 1)
@@ -303,10 +299,8 @@ def _finish(
     usual = 0.9 * state.usual + 0.1 * jnp.minimum(base, 3 * state.usual)
     relapsed = (base > RELAPSE * usual) & (base > 1)
     older = _blended(older, new)
-    fresh = Regression(
-        family=state.family,
-        inverse=state.inverse,
-        memory=state.memory,
+    fresh = dataclasses.replace(
+        state,
         count=jnp.where(relapsed, 0, state.count),
         window=jnp.where(relapsed, 0, state.window),
         calm=jnp.where(relapsed, 0, state.calm + 1),
@@ -317,9 +311,6 @@ def _finish(
         effective=effective,
         noise=jnp.where(first, noise, state.noise + rate * (noise - state.noise)),
         usual=usual,
-        last=state.last,
-        radius=state.radius,
-        lead=state.lead,
     )
     return fresh, _solved(state, older), jnp.zeros((), bool)
 
@@ -368,11 +359,13 @@ def _moved(
     log_det = family.log_det - jnp.log(precision).sum()
     radius = jnp.where((shrink < 1) & reliable, 2 * radius, radius)
     radius = jnp.where(shrink < 1, radius, jnp.maximum(1, radius / 2))
-    moved = Gaussian(mean=mean, factor=factor, log_det=log_det, structure=family.structure)
-    return eqx.tree_at(
-        lambda s: (s.family, s.inverse, s.radius, s.last, s.lead),
+    return dataclasses.replace(
         state,
-        (moved, inverse, radius, base, seen.gradients.mean(0)),
+        family=dataclasses.replace(family, mean=mean, factor=factor, log_det=log_det),
+        inverse=inverse,
+        radius=radius,
+        last=base,
+        lead=seen.gradients.mean(0),
     )
 
 
@@ -397,27 +390,39 @@ def _whiten(state: Regression, batches: Pairs) -> Pairs:
     )
 
 
-def _models(batches: Pairs, inside: Bool[Array, " n"], length: Int[Array, ""]) -> Model:
+def _with(batches: Pairs, newest: Pairs) -> Pairs:
+    """The newest in, the oldest out."""
+    return jax.tree.map(lambda m, b: jnp.concatenate([m[1:], b[None]]), batches, newest)
+
+
+def _models(batches: Pairs, inside: Bool[Array, " n"]) -> Model:
     """The quasi-Newton model and those of least squares."""
     _, P, d = batches.offset.shape
     keep = inside.astype(batches.offset.dtype)
     noise = (batches.offset * keep[:, None, None]).reshape(-1, d)
     excess = (batches.change * keep[:, None, None]).reshape(-1, d) - noise
     gram, cross = matmul(noise.T, noise), matmul(excess.T, noise)
-    pairs = jnp.maximum(length * P, d).astype(gram.dtype)
+    pairs = jnp.maximum(keep.sum() * P, d)
     values, U = jnp.linalg.eigh(gram)
     models = [quasi_newton(values, U, cross)]
     models += [least_squares(values, U, cross, ridge * pairs) for ridge in RIDGES]
-    stacked = jnp.stack(models)
     share = keep / jnp.maximum(keep.sum(), 1)
-    way, gradient = matmul(share, batches.centre), matmul(share, batches.gradient)
-    return Model(stacked, gradient + way + jnp.einsum("kij,j->ki", stacked, way))
+    return _around(
+        jnp.stack(models), matmul(share, batches.gradient), matmul(share, batches.centre)
+    )
+
+
+def _around(
+    K: Float[Array, "*k d d"], gradient: Float[Array, " d"], way: Float[Array, " d"]
+) -> Model:
+    """A model whose gradient was seen on average a `way` off the mean."""
+    return Model(K, gradient + way + matmul(K, way))
 
 
 def _allowed(length: Int[Array, ""], P: int, d: int) -> Bool[Array, " k"]:
     """Models worth a look at such a window."""
     few, many = length * P <= 1.5 * d, length * P >= d
-    return jnp.stack([few, many, many, jnp.ones((), bool)])
+    return jnp.stack([few, *[many] * (len(RIDGES) - 1), jnp.ones((), bool)])
 
 
 def least_squares(
@@ -460,7 +465,7 @@ def quasi_newton(
     return H - jnp.eye(d, dtype=values.dtype)
 
 
-def _averaged(batches: Pairs, inside: Bool[Array, " n"], length: Int[Array, ""]) -> Moments:
+def _averaged(batches: Pairs, inside: Bool[Array, " n"]) -> Moments:
     keep = inside.astype(batches.offset.dtype)
     share = keep / jnp.maximum(keep.sum(), 1)
     P = batches.offset.shape[1]
@@ -470,13 +475,17 @@ def _averaged(batches: Pairs, inside: Bool[Array, " n"], length: Int[Array, ""])
         jnp.einsum("npi,npj->ij", batches.change, weighted, precision="highest"),
         matmul(share, batches.centre),
         matmul(share, batches.gradient),
-        length.astype(keep.dtype),
+        keep.sum(),
     )
+
+
+def _rate(old: Moments) -> Float[Array, ""]:
+    return FORGETTING / (FORGETTING + old.age + 1)
 
 
 def _blended(old: Moments, new: Moments) -> Moments:
     """With the weight c/(c + k) for the new ones."""
-    rate = jnp.where(old.age > 0, FORGETTING / (FORGETTING + old.age + 1), 1.0)
+    rate = jnp.where(old.age > 0, _rate(old), 1.0)
     mixed = jax.tree.map(lambda o, n: o + rate * (n - o), old, new)
     return mixed._replace(age=old.age + 1)
 
@@ -489,4 +498,4 @@ def _solved(state: Regression, moments: Moments) -> Model:
     values, U = jnp.linalg.eigh(0.5 * (gram + gram.T))
     K = least_squares(values, U, cross, RIDGES[0])
     way = matmul(inverse, state.family.mean - moments.centre)
-    return Model(K, matmul(factor, moments.gradient) + way + matmul(K, way))
+    return _around(K, matmul(factor, moments.gradient), way)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from helpers import counter_bits
 from scipy import stats
 from scipy.special import ndtri
 
@@ -18,20 +19,10 @@ def stream(*place, parameter=0, first=0):
     return torch.from_numpy(stream_at(streams(place, [parameter])[0], first))
 
 
-def bits(index, key, offset, m, n):
-    """The generator in Python's integers: the hash triple32, with words added between rounds."""
-    high, low = divmod(index, WORD)
-    x = (low * key + offset) % WORD
-    x = ((x ^ x >> 17) * 0xED5AD4BB + m + high * 0x9E3779B9) % WORD
-    x = ((x ^ x >> 11) * 0xAC4C1B51 + n) % WORD
-    x = (x ^ x >> 15) * 0x31848BAB % WORD
-    return x ^ x >> 14
-
-
 @pytest.mark.parametrize("first", [0, 2**31 - 1000, 5 * 2**32 + 77])
 def test_the_numbers_are_quantiles_of_the_bits_of_the_generator(first):
     words = [int(word) % WORD for word in stream(1, 2, 3)]
-    drawn = np.array([bits(first + index, *words) for index in range(2000)])
+    drawn = np.array([counter_bits(first + index, *words) for index in range(2000)])
     p = ((drawn & 0x7FFFFFFF) + 0.5) / 2**32
     expected = np.where(drawn >> 31, ndtri(p), -ndtri(p))
     numbers = normal(2000, stream(1, 2, 3, first=first)).numpy()

@@ -79,11 +79,13 @@ class Weights:
 
     def hold(self, sample: Sample | None) -> None:
         """Make the weights that sample, or the mean; frozen ones are never a sample."""
-        slots = self.slots if sample is None else self.trained()
-        self.write([slot for slot in slots if slot.held != sample], sample)
-        if sample is not None:
-            frozen = [slot for slot in self.slots if not slot.parameter.requires_grad]
-            self.write([slot for slot in frozen if slot.held is not None], None)
+        stale = [
+            slot
+            for slot in self.slots
+            if slot.held != (sample if slot.parameter.requires_grad else None)
+        ]
+        self.write([slot for slot in stale if slot.parameter.requires_grad], sample)
+        self.write([slot for slot in stale if not slot.parameter.requires_grad], None)
 
     @_ordinary
     def write(self, slots: Sequence[Slot], sample: Sample | None) -> None:
