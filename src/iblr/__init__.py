@@ -8,6 +8,7 @@ from iblr import baselines as baselines
 from iblr import calibration as calibration
 from iblr import datasets as datasets
 from iblr import geometry as geometry
+from iblr.diagnose import diagnose as diagnose
 from iblr.diagnostics import elbo as elbo
 from iblr.estimators import (
     AtMean as AtMean,

@@ -1,5 +1,6 @@
 """The arguments of `fit`: what is wrong with one, and what to do."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,8 @@ def check_key(family: AbstractFamily, key: Key[Array, "*runs"]) -> bool:
             "`fit(key=...)` needs a typed key, `jax.random.key(0)`, or a batch of them, "
             f"`jax.random.split(key, 4)`, but got {key!r}."
         )
+    if key.size == 0:
+        raise ValueError("`fit(key=...)` needs at least one key, but got none.")
     if key.ndim > 1:
         raise ValueError(f"`fit(key=...)` takes one axis of keys, but got shape {key.shape}.")
     if family.batch_shape not in ((), key.shape):
@@ -106,3 +109,24 @@ def check_options(
         )
     if not isinstance(momentum, int | float | np.number) or not 0 <= momentum < 1:
         raise ValueError(f"`fit(momentum=...)` must be in [0, 1), but got {momentum}.")
+
+
+def check_budget(tol: float, max_gradients: int | None, max_seconds: float | None) -> None:
+    """Raise unless the ends of an automatic fit are such."""
+    seconds = math.inf if max_seconds is None else max_seconds
+    for name, value, largest in (("tol", tol, 1e30), ("max_seconds", seconds, math.inf)):
+        is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= largest:
+            raise ValueError(f"`fit({name}=...)` must be a positive number, but got {value!r}.")
+    if max_gradients is not None:
+        check_count("fit", "max_gradients", max_gradients)
+
+
+def refuse_budget(max_gradients: int | None, max_seconds: float | None) -> None:
+    """Raise where a fit with settings is given the ends of one without."""
+    for name, value in (("max_gradients", max_gradients), ("max_seconds", max_seconds)):
+        if value is not None:
+            raise ValueError(
+                f"`fit({name}={value})` ends a fit without settings, but got settings too. Give "
+                "`num_steps=`, or stop from a `callback=`; or leave the settings out."
+            )

@@ -44,23 +44,62 @@ def elbo(
     target = as_target(target, "elbo")
     if draws < 3:
         raise ValueError(f"`elbo(draws=...)` must be at least 3, but got {draws}.")
-    draw_key, batch_key = jax.random.split(key)
-    rows, log_q = family.sample_with_log_prob(draw_key, draws)
+    return estimate(target, family, look(target, family, key, draws))
+
+
+class Look(NamedTuple):
+    """The target at draws from q.
+
+    Attributes:
+        rows: the draws, flat coordinates.
+        log_q: log q there.
+        sampled: log p there but for a prior that is a family.
+        prior: the term of such a prior; 0 where there is none.
+    """
+
+    rows: Float[Array, "n d"]
+    log_q: Float[Array, " n"]
+    sampled: Float[Array, " n"]
+    prior: Float[Array, " n"]
+
+
+def draw(
+    family: AbstractFamily, key: Key[Array, ""], draws: int
+) -> tuple[Float[Array, "n d"], Float[Array, " n"]]:
+    """The draws at which `look` looks, and log q at them."""
+    return family.sample_with_log_prob(jax.random.split(key)[0], draws)
+
+
+def look(target: Target, family: AbstractFamily, key: Key[Array, ""], draws: int) -> Look:
+    """Evaluate the target at draws from q, each with a minibatch of its own."""
+    rows, log_q = draw(family, key, draws)
 
     def evaluate(row_and_key):
         row, key = row_and_key
-        return target.sampled(family.structure, target.batch(key))(row)
+        batch = target.data if key is None else target.batch(key)
+        return target.sampled(family.structure, batch)(row)
 
-    keys = jax.random.split(batch_key, draws)
+    # Without minibatches there are no keys, as they take long to compile.
+    split = jax.random.split
+    keys = split(split(key)[1], draws) if target.is_stochastic else None
     # A batch that divides the draws, as a remainder would be compiled a second time.
     size = max(size for size in range(1, LARGEST_BATCH + 1) if draws % size == 0)
     sampled = jax.lax.map(evaluate, (rows, keys), batch_size=size if size > 7 else LARGEST_BATCH)
-    known, expectation = -log_q, family.entropy()
+    prior = jnp.zeros_like(log_q)
     if target.exact_prior is not None:
-        prior, weight = target.exact_prior, (1 / target.temperature).astype(rows.dtype)
-        known = known + weight * prior.log_prob_rows(rows)
-        if expectation is not None:
-            expectation = expectation + weight * prior.expected_log_prob(family)
+        weight = (1 / target.temperature).astype(rows.dtype)
+        prior = weight * target.exact_prior.log_prob_rows(rows)
+    return Look(rows, log_q, sampled, prior)
+
+
+def estimate(target: Target, family: AbstractFamily, seen: Look) -> Elbo:
+    """The ELBO from a look at the target; see `elbo`."""
+    rows, log_q, sampled, prior = seen
+    draws = len(rows)
+    known, expectation = prior - log_q, family.entropy()
+    if target.exact_prior is not None and expectation is not None:
+        weight = (1 / target.temperature).astype(rows.dtype)
+        expectation = expectation + weight * target.exact_prior.expected_log_prob(family)
     if expectation is None:
         terms = sampled + known
         fine = jnp.isfinite(terms) if family.leaves_out_draws else jnp.ones(draws, bool)

@@ -1,6 +1,8 @@
 """What a fit remembers between chunks, and the line of progress it shows."""
 
 import sys
+import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +42,8 @@ class Progress(NamedTuple):
     family: AbstractFamily
     seconds: float
     state: Any
+    num_gradients: int
+    gap: float = float("nan")
 
 
 class History:
@@ -48,7 +52,7 @@ class History:
     def __init__(self, family: AbstractFamily, first_step: int, batched: bool):
         runs = jax.tree.leaves(family)[0].shape[:1] if batched else ()
         self.first_step = self.step = first_step
-        self.rows: list[tuple[int, Any, Any, float]] = []
+        self.rows: list[tuple[int, Any, Any, float, int]] = []
         self.refused = self.left_set = self.limited = np.zeros(runs, int)
         self.halvings = self.excluded = np.zeros(runs, int)
         self.stuck = self.too_far = self.inaccurate = np.zeros(runs, bool)
@@ -56,12 +60,14 @@ class History:
         self.best_family = family
         self.elbo = self.elbo_se = np.full(runs, np.nan)
 
-    def add(self, step: int, step_size: float, report: Report, family: AbstractFamily) -> None:
-        """Take in one chunk that ended at `step` with `family`."""
+    def add(
+        self, step: int, step_size: float, report: Report, family: AbstractFamily, spent: int
+    ) -> None:
+        """Take in one chunk that ended at `step` with `family`, after `spent` gradients."""
         taken, self.step = step - self.step, step
         report = Report(*(np.asarray(value) for value in report))
         self.elbo, self.elbo_se = report.elbo, report.elbo_se
-        self.rows.append((step, report.elbo, report.elbo_se, step_size))
+        self.rows.append((step, report.elbo, report.elbo_se, step_size, spent))
         self.refused = self.refused + report.refused
         self.left_set = self.left_set + report.left_set
         self.limited = self.limited + report.limited
@@ -92,6 +98,7 @@ class History:
         interrupted: bool,
         num_gradients: int,
         seconds: float,
+        stopped_by: str,
     ) -> Posterior:
         """The result: the last family, or the best one where the run did not end well."""
         diverged = ~np.isfinite(self.elbo) & (len(self.rows) > 0)
@@ -121,6 +128,8 @@ class History:
                 np.array([row[1] for row in self.rows]).reshape(-1, *self.elbo.shape),
                 np.array([row[2] for row in self.rows]).reshape(-1, *self.elbo.shape),
                 np.array([row[3] for row in self.rows], float),
+                np.array([row[4] for row in self.rows], int),
+                np.full(len(self.rows), np.nan),
             ),
             refused=np.asarray(self.refused),
             limited=np.asarray(self.limited),
@@ -130,6 +139,7 @@ class History:
             num_gradients=num_gradients,
             seconds=seconds,
             state=state,
+            stopped_by=stopped_by,
         )
 
 
@@ -164,9 +174,12 @@ class ProgressLine:
         taken = told.step - step if told.step > step else told.step
         rate = taken / max(told.seconds - seconds, 1e-9)
         self.before = told.step, told.seconds
+        moving = f"step size {told.step_size:.2g}"
+        if not np.isfinite(told.step_size):
+            moving = f"gap {told.gap:.2g}" if np.isfinite(told.gap) else "approaching"
         text = (
             f"step {told.step}/{told.num_steps}  ELBO {elbo:.4f} ± {elbo_se:.4f}{which}  "
-            f"step size {told.step_size:.2g}  {rate:.0f} steps/s"
+            f"{moving}  {rate:.0f} steps/s"
         )
         self.stream.write("\r" + text.ljust(self.width))
         self.stream.flush()
@@ -177,3 +190,21 @@ class ProgressLine:
         if self.shown and self.width:
             self.stream.write("\n")
             self.stream.flush()
+
+
+class Watch(NamedTuple):
+    """Who looks on: the user's callback, the line of progress, and when the fit began."""
+
+    callback: Callable[[Progress], Any] | None
+    line: ProgressLine
+    started: float
+
+    def tell(self, told: Progress) -> bool:
+        """Show progress; whether the user wants to stop."""
+        self.line.show(told)
+        return self.callback is not None and bool(self.callback(told))
+
+    @property
+    def seconds(self) -> float:
+        """Since the fit began."""
+        return time.perf_counter() - self.started

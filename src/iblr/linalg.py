@@ -97,3 +97,11 @@ def add_low_rank(
         return scale * matrix + matmul(left.T, right)
     outer = [a[:, None] * b for a, b in zip(left, right, strict=True)]
     return scale * matrix + sum(outer[1:], outer[0])
+
+
+def symmetric_eigen(
+    matrix: Float[Array, "d d"],
+) -> tuple[Float[Array, " d"], Float[Array, "d d"]]:
+    """Eigenvalues, ascending, and eigenvectors as columns; only the lower triangle is read."""
+    U, values = jax.lax.linalg.eigh(matrix, symmetrize_input=False)
+    return values, U

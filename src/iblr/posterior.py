@@ -1,6 +1,7 @@
 """The result a user keeps: the fitted family, how well it fits, and what it predicts."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -9,17 +10,31 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
+from iblr.corrected import Corrected
 from iblr.families.base import AbstractFamily, marginals
 from iblr.status import Status, describe
+from iblr.verdict import Diagnosis, is_hopeless, judge
+
+OWN_DRAWS_TAG = 10  # apart from the draws of the verdict
 
 
 class Trace(NamedTuple):
-    """The history of a fit, one entry a chunk (and, in a batch of runs, a column a run)."""
+    """The history of a fit, one entry a chunk (and, in a batch of runs, a column a run).
+
+    Attributes:
+        step: index of the step.
+        elbo: evidence lower bound, `elbo_se` its standard error.
+        step_size: t; nan where there is none.
+        num_gradients: gradients of the target so far, those of looks at the ELBO left out.
+        gap: nats that are estimated to be missing to the best member; nan where unknown.
+    """
 
     step: np.ndarray
     elbo: np.ndarray
     elbo_se: np.ndarray
     step_size: np.ndarray
+    num_gradients: np.ndarray
+    gap: np.ndarray
 
 
 class Prediction(NamedTuple):
@@ -57,9 +72,18 @@ class Posterior(eqx.Module):
         halvings: how often a step was halved to stay in the set, where no theorem keeps it there.
         excluded: draws left out because the target was not finite there.
         num_steps: steps taken since the start, those before a resumption included.
-        num_gradients: evaluations of the target's gradient by this call of `fit`.
+        num_gradients: evaluations of the target or its gradient by this call of `fit`; all of them
+            in an automatic fit, those of steps where settings were given.
         seconds: wall-clock time of the fit, compilation included.
         state: what `fit(..., state=)` needs to go on.
+        stopped_by: "tol", "max_gradients", "max_seconds", "num_steps", "callback", "interrupt" or
+            "failure".
+        gap_estimate: nats estimated to be missing to the best member of the family; nan if unknown.
+        gap_bound: nats that are missing at most, with a probability of 95 %; nan if unknown.
+        diagnosis: how good it is, a `Diagnosis`, or None where settings were given and before
+            `iblr.diagnose`; `posterior.verdict` says it in words.
+        runs: those of a batch that was fitted without settings, each with its own counts; the
+            batch has their sums.
     """
 
     family: AbstractFamily
@@ -75,6 +99,11 @@ class Posterior(eqx.Module):
     num_gradients: int
     seconds: float
     state: Any
+    stopped_by: Any = "num_steps"
+    gap_estimate: Any = float("nan")
+    gap_bound: Any = float("nan")
+    diagnosis: Any = None
+    runs: tuple = ()
 
     @property
     def is_batch(self) -> bool:
@@ -90,25 +119,20 @@ class Posterior(eqx.Module):
         """One run of a batch."""
         if not -len(self) <= run < len(self):
             raise IndexError(f"run {run} of a batch of {len(self)}")
+        if self.runs:
+            return self.runs[run]
         one = lambda tree: jax.tree.map(lambda x: x[run], tree)  # noqa: E731
-        history = self.trace
-        trace = Trace(
-            history.step, history.elbo[:, run], history.elbo_se[:, run], history.step_size
-        )
-        return Posterior(
+        counts = ("refused", "limited", "halvings", "excluded")
+        trace = Trace(*(part[:, run] if part.ndim > 1 else part for part in self.trace))
+        return dataclasses.replace(
+            self,
             family=one(self.family),
             elbo=self.elbo[run],
             elbo_se=self.elbo_se[run],
             status=one(self.status),
             trace=trace,
-            refused=np.asarray(self.refused[run]),
-            limited=np.asarray(self.limited[run]),
-            halvings=np.asarray(self.halvings[run]),
-            excluded=np.asarray(self.excluded[run]),
-            num_steps=self.num_steps,
-            num_gradients=self.num_gradients,
-            seconds=self.seconds,
             state=self.state[run],
+            **{name: np.asarray(getattr(self, name)[run]) for name in counts},
         )
 
     @property
@@ -193,7 +217,8 @@ class Posterior(eqx.Module):
         """A table in plain words: the fit, then mean, sd and 90 % interval of each parameter."""
         if self.is_batch:
             runs = [
-                f"run {i}: ELBO {_elbo_words(self[i])}; {self[i].message}" for i in range(len(self))
+                f"run {i}: ELBO {_elbo_words(self[i])}; {_judged_words(self[i])}"
+                for i in range(len(self))
             ]
             return "\n".join([f"{len(self)} runs of {_words(self)}", *runs])
         structure = self.family.structure
@@ -202,7 +227,11 @@ class Posterior(eqx.Module):
         labels = structure.labels()
         width = max(len(label) for label in ["parameter", *labels[:rows]])
         head = f"{'parameter':<{width}} {'mean':>11} {'sd':>11} {'5 %':>11} {'95 %':>11}"
-        lines = [_words(self), f"ELBO {_elbo_words(self)} nats. {self.message}", "", head]
+        judged = self.diagnosis is not None or is_hopeless(self.status)
+        verdict = [self.verdict] if judged else []
+        message = "" if is_hopeless(self.status) else f" {self.message}"  # then the verdict says it
+        fit = [_words(self), f"ELBO {_elbo_words(self)} nats.{message}", *_ending_words(self)]
+        lines = [*verdict, *fit, "", head]
         for label, m, s, low, high in list(zip(labels, *columns, strict=True))[:rows]:
             lines.append(f"{label:<{width}} {m:>11.4g} {s:>11.4g} {low:>11.4g} {high:>11.4g}")
         if len(labels) > rows:
@@ -212,14 +241,154 @@ class Posterior(eqx.Module):
     def __str__(self) -> str:
         return self.summary()
 
+    # What `iblr.diagnose` found.
+
+    @property
+    def verdict(self) -> str:
+        """Whether to trust it, in plain words that begin with Good, Fair or Bad."""
+        if self.diagnosis is None and not self.is_batch and is_hopeless(self.status):
+            return f"Bad: the fit did not end well, {self.message}"
+        return judge(self._diagnosed("verdict"), self.status, self.gap_bound)
+
+    @property
+    def khat(self) -> float:
+        """Shape of the tail of the importance weights: below 0.5 good, above 0.7 bad."""
+        return self._diagnosed("khat").importance.khat
+
+    @property
+    def log_evidence(self) -> float:
+        """Log of the integral of the target, by importance weights."""
+        return self._diagnosed("log_evidence").importance.log_evidence
+
+    @property
+    def log_evidence_se(self) -> float:
+        """Standard error of `log_evidence`; too small where `khat` is above 0.7."""
+        return self._diagnosed("log_evidence_se").importance.log_evidence_se
+
+    @property
+    def corrected(self) -> Corrected:
+        """Moments and draws of the target itself, where importance weights allow it."""
+        return Corrected(self.family, self._diagnosed("corrected").importance)
+
+    def _diagnosed(self, name: str) -> Diagnosis:
+        self._one_run(name)
+        if self.diagnosis is None:
+            raise ValueError(
+                f"`posterior.{name}` needs a look at the target, which this posterior has not had. "
+                "Call `posterior = iblr.diagnose(posterior, target, key=key)` first."
+            )
+        return self.diagnosis
+
+    def _one_run(self, call: str) -> "Posterior":
+        if self.is_batch:
+            raise ValueError(
+                f"`{call}` is one run's, but this posterior holds a batch. Write "
+                f"`posterior.best.{call}` or `posterior[i].{call}`."
+            )
+        return self
+
+    def _key(self, call: str, key: Key[Array, ""] | None) -> Key[Array, ""]:
+        """The one given, or one derived from that of the diagnosis, which came from the user's."""
+        self._one_run(call)
+        if key is not None:
+            return key
+        if self.diagnosis is None:
+            raise ValueError(
+                f"`{call}` draws from the posterior and needs a key: `{call}(key=...)`. Only a "
+                "posterior with a verdict has one of its own."
+            )
+        return jax.random.fold_in(self.diagnosis.importance.key, OWN_DRAWS_TAG)
+
+    # Pictures and other libraries, whose modules are imported where they are asked for.
+
+    def plot_trace(self, tol: float | None = None) -> Any:
+        """The way of the fit, a matplotlib figure; see `iblr.plots.plot_trace`."""
+        from iblr.plots import plot_trace
+
+        return plot_trace(self._one_run("plot_trace"), tol)
+
+    def plot_pairs(
+        self,
+        parameters: Sequence[str | int] | None = None,
+        *,
+        key: Key[Array, ""] | None = None,
+        draws: int = 1000,
+    ) -> Any:
+        """Draws of pairs of parameters, a matplotlib figure; see `iblr.plots.plot_pairs`."""
+        from iblr.plots import plot_pairs
+
+        key = self._key("plot_pairs", key)
+        return plot_pairs(self, parameters, key=key, draws=draws)
+
+    def to_arviz(
+        self,
+        key: Key[Array, ""] | None = None,
+        *,
+        draws: int = 1000,
+        chains: int = 4,
+        corrected: bool = False,
+    ) -> Any:
+        """Draws in ArviZ's container; see `iblr.exports.to_arviz`."""
+        from iblr.exports import to_arviz
+
+        key = self._key("to_arviz", key)
+        return to_arviz(self, key, draws=draws, chains=chains, corrected=corrected)
+
+    def to_nuts(
+        self,
+        target: Any = None,
+        *,
+        key: Key[Array, ""] | None = None,
+        chains: int | None = None,
+    ) -> Any:
+        """Where NUTS may start, and its metric; see `iblr.exports.to_nuts`."""
+        from iblr.exports import to_nuts
+
+        return to_nuts(self._one_run("to_nuts"), target, key=key, chains=chains)
+
+
+def stacked(runs: Sequence[Posterior]) -> Posterior:
+    """Several fits as a batch; traces that are shorter than the longest end in nan."""
+    longest = max(len(run.trace.step) for run in runs)
+
+    def padded(values: np.ndarray) -> np.ndarray:
+        return np.pad(values.astype(float), (0, longest - len(values)), constant_values=np.nan)
+
+    def together(name: str) -> Any:
+        parts = [getattr(run, name) for run in runs]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+
+    counts = ("refused", "limited", "halvings", "excluded")
+    facts = ("state", "stopped_by", "gap_estimate", "gap_bound")
+    fields: dict[str, Any] = {
+        **{name: together(name) for name in ("family", "elbo", "elbo_se", "status")},
+        **{name: np.stack([getattr(run, name) for run in runs]) for name in counts},
+        **{name: tuple(getattr(run, name) for run in runs) for name in facts},
+    }
+    return Posterior(
+        trace=Trace(
+            *(
+                np.stack([padded(part) for part in parts], axis=1)
+                for parts in zip(*(run.trace for run in runs), strict=True)
+            )
+        ),
+        num_steps=sum(run.num_steps for run in runs),
+        num_gradients=sum(run.num_gradients for run in runs),
+        seconds=sum(run.seconds for run in runs),
+        runs=tuple(runs),
+        **fields,
+    )
+
 
 def _words(posterior: Posterior) -> str:
     family = posterior.family
     counts = f"{posterior.num_steps} steps, {posterior.num_gradients} gradients"
-    text = (
-        f"{family.name} over {family.structure.point_dim} parameters, {counts}, "
-        f"{posterior.seconds:.1f} s"
-    )
+    found = posterior.diagnosis
+    if found is not None and found.climbs:
+        counts += f" ({found.climb_gradients} of them from {found.climbs} dispersed starts)"
+    number = family.structure.point_dim
+    plural = "" if number == 1 else "s"
+    text = f"{family.name} over {number} parameter{plural}, {counts}, {posterior.seconds:.1f} s"
     refused, limited = int(np.sum(posterior.refused)), int(np.sum(posterior.limited))
     if refused:
         text += f", {refused} steps refused"
@@ -230,6 +399,24 @@ def _words(posterior: Posterior) -> str:
     if np.any(posterior.excluded):
         text += f", {int(np.sum(posterior.excluded))} draws left out"
     return text
+
+
+def _ending_words(posterior: Posterior) -> list[str]:
+    """Why it ended, how near to the best member that is, and the evidence; each where known."""
+    found, parts = posterior.diagnosis, []
+    if np.isfinite(posterior.gap_bound):
+        parts.append(
+            f"Stopped by {posterior.stopped_by}, at most {posterior.gap_bound:.2g} nats below the "
+            f"best {posterior.family.name} (95 %)."
+        )
+    if found is not None and np.isfinite(found.importance.log_evidence):
+        value, error = posterior.log_evidence, posterior.log_evidence_se
+        parts.append(f"Log evidence {value:.4f} ± {error:.4f}.")
+    return [" ".join(parts)] if parts else []
+
+
+def _judged_words(posterior: Posterior) -> str:
+    return str(posterior.message) if posterior.diagnosis is None else posterior.verdict
 
 
 def _elbo_words(posterior: Posterior) -> str:

@@ -19,13 +19,14 @@ import numpy as np
 
 from iblr.diagnostics import Elbo, elbo
 from iblr.families.mixture import GaussianMixture
-from iblr.families.mixture_growth import NEGLIGIBLE_WEIGHT
+from iblr.families.mixture_growth import CANDIDATES, NEGLIGIBLE_WEIGHT
 from iblr.loop import State, init
 from iblr.posterior import Posterior, Trace
 from iblr.status import Status
 from iblr.target import Target
 
 ELBO_DRAWS = 4096
+GROWTH_DRAWS = 3 * CANDIDATES
 LEAST_GAIN = 0.01
 PATIENCE = 1
 COUNTS = ("refused", "limited", "halvings", "excluded")
@@ -38,6 +39,11 @@ class Rounds(eqx.Module):
     state: State
     reached: Posterior | None
     failures: int = 0
+
+    @property
+    def family(self) -> Any:
+        """Where the round under way is."""
+        return self.state.family
 
     def __getitem__(self, run: int) -> "Rounds":
         """That of one run of a batch."""
@@ -56,7 +62,7 @@ def fit_in_rounds(
     rounds = _resumed(now) if isinstance(now, Rounds) else Rounds(now, None)
     while True:
         last = run(rounds.state)
-        stopped = last.num_steps < num_steps
+        stopped = last.stopped_by != "num_steps" or last.num_steps < num_steps
         try:
             after = last if stopped else _refined(last, target)
             kept, better = _judged(rounds.reached, after)
@@ -70,25 +76,27 @@ def fit_in_rounds(
             grown = _grown(kept.family, last.state, target, more, rule)
             rounds = Rounds(grown, kept, failures)
         except KeyboardInterrupt:  # the state is that before this round, which is taken again
-            last = _joined(rounds.reached, last)
+            last = joined(rounds.reached, last)
             status = jax.tree.map(jnp.full_like, last.status, Status.interrupted)
-            return dataclasses.replace(last, status=status, state=rounds)
+            return dataclasses.replace(last, status=status, state=rounds, stopped_by="interrupt")
 
 
 def _resumed(rounds: Rounds) -> Rounds:
+    return Rounds(rounds.state, without_counts(rounds.reached), rounds.failures)
+
+
+def without_counts(reached: Posterior | None) -> Posterior | None:
     """With the counts of an earlier call at zero; the number of steps is that since the start."""
-    reached = rounds.reached
     if reached is None:
-        return rounds
+        return None
     zeros = {name: np.zeros_like(getattr(reached, name)) for name in COUNTS}
     trace = Trace(*(values[:0] for values in reached.trace))
-    reached = dataclasses.replace(reached, trace=trace, num_gradients=0, **zeros)
-    return Rounds(rounds.state, reached, rounds.failures)
+    return dataclasses.replace(reached, trace=trace, num_gradients=0, **zeros)
 
 
 def _judged(before: Posterior | None, after: Posterior) -> tuple[Posterior, bool]:
     """The better of both with the history of both, and whether the later one is."""
-    whole = _joined(before, after)
+    whole = joined(before, after)
     if before is None or _gains(before, after):
         return whole, True
     interrupted = np.any(after.status == Status.interrupted)
@@ -156,12 +164,15 @@ def _over_runs(function: Callable, family: GaussianMixture, state: State) -> Any
     return (jax.vmap(function) if state.key.ndim else function)(family, state.key)
 
 
-def _joined(before: Posterior | None, after: Posterior) -> Posterior:
+def joined(before: Posterior | None, after: Posterior) -> Posterior:
     """The later posterior with the history of both."""
     if before is None:
         return after
     sums = {name: np.asarray(getattr(before, name) + getattr(after, name)) for name in COUNTS}
-    later = after.trace._replace(step=after.trace.step + before.num_steps)
+    spent = before.trace.num_gradients[-1] if len(before.trace.step) else 0
+    later = after.trace._replace(
+        step=after.trace.step + before.num_steps, num_gradients=after.trace.num_gradients + spent
+    )
     trace = Trace(*(np.concatenate(pair) for pair in zip(before.trace, later, strict=True)))
     return dataclasses.replace(
         after,

@@ -45,8 +45,19 @@ class Status(eqx.Enumeration):
         "`trust_region=True`, or a start nearer to the posterior."
     )
     not_converged = (
-        "The gradient did not become small within the given number of steps. Give it more steps "
-        "(`num_steps=`) or a smaller step size."
+        "It did not settle within the given budget. Give it more (`num_steps=`, `max_gradients=`, "
+        "`max_seconds=`), or a start nearer to the posterior."
+    )
+    out_of_budget = (
+        "The budget was spent before the fit was sure to be within `tol`; `gap_bound` says how "
+        "near it came. Go on with `state=posterior.state` and a larger `max_gradients=` or "
+        "`max_seconds=`."
+    )
+    improper = (
+        "The approximation widened without end: the target seems to be improper, a density whose "
+        "integral, and so the ELBO, is infinite. Look for a parameter without a prior, a sign that "
+        "is wrong, or a density that is flat in some direction; or rescale a parameter whose "
+        "posterior is wider than its start by a factor of 1e8 (1e12 in float64)."
     )
     interrupted = (
         "Interrupted from the keyboard; this is the best approximation reached. Pass `state=` of "

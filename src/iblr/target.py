@@ -144,7 +144,8 @@ class Target(eqx.Module):
 
         On a support it is the density of the coordinates, log p(z(x)) + log|dz/dx|. A prior that is
         a family over the same coordinates already has its share of the Jacobian, which the
-        temperature does not divide.
+        temperature does not divide. Products of matrices are taken in full precision, unless
+        `jax_default_matmul_precision` says otherwise: an accelerator's default has three digits.
         """
         function: Any = self.log_density or self.log_likelihood
         share = 1.0 if self.exact_prior is None else 1 - 1 / self.temperature
@@ -152,9 +153,10 @@ class Target(eqx.Module):
 
         def log_density(vector: Float[Array, " d"]) -> Float[Array, ""]:
             z = structure.unravel(vector)
-            value = self.weight * function(*self.arguments(z, batch))
-            if callable(self.prior):
-                value = value + jnp.asarray(self.prior(z)) / self.temperature
+            with jax.default_matmul_precision(_precision()):
+                value = self.weight * function(*self.arguments(z, batch))
+                if callable(self.prior):
+                    value = value + jnp.asarray(self.prior(z)) / self.temperature
             if not structure.is_real:
                 value = value + share * structure.log_jacobian(vector)
             return value.astype(vector.dtype)
@@ -185,6 +187,12 @@ class Target(eqx.Module):
             if callable(function):
                 rest = (batch,) if name == "log_likelihood" and self.data is not None else ()
                 _check_function(name, function, rest, structure, points, starts)
+
+
+def _precision() -> str:
+    """That of products in a target: the user's, or the highest."""
+    options: Any = jax.config  # whose attributes are set as it is imported
+    return options.jax_default_matmul_precision or "highest"
 
 
 def distinct_rows(key: Key[Array, ""], num_data: int, count: int) -> Int[Array, " count"]:
@@ -264,29 +272,48 @@ def _check_function(
             f"{called} is not differentiable: it returned {out.dtype}. Return a real number."
         )
     try:
-        slopes = jax.vmap(jax.value_and_grad(flat), (0, None))
-        values, gradients = jax.jit(slopes)(points, rest)
+        values, gradients = jax.device_get(_slopes(function, structure, points, rest))
     except Exception as error:
         raise ValueError(
             f"{called} is not differentiable: {type(error).__name__}: {error}\nReplace the "
             "operation by one that JAX differentiates, or give it a `jax.custom_vjp`."
         ) from error
-    _check_values(called, values, gradients, starts)
+    bounded = name != "log_density" or not structure.is_real
+    _check_values(called, values, gradients, starts, bounded)
+
+
+@eqx.filter_jit
+def _slopes(
+    function: Callable, structure: Structure, points: Float[Array, "n d"], rest: tuple
+) -> tuple[Float[Array, " n"], Float[Array, "n d"]]:
+    """Values and gradients at points."""
+    flat = lambda vector: function(structure.unravel(vector), *rest)  # noqa: E731
+    return jax.vmap(jax.value_and_grad(flat))(points)
 
 
 def _check_values(
-    called: str, values: Float[Array, " n"], gradients: Float[Array, "n d"], starts: int
+    called: str,
+    values: Float[np.ndarray, " n"],
+    gradients: Float[np.ndarray, "n d"],
+    starts: int,
+    bounded: bool,
 ) -> None:
-    finite = jnp.isfinite(values) & jnp.isfinite(gradients).all(axis=1)
-    if starts and not bool(finite[:starts].any()):
-        value_is_finite = bool(jnp.isfinite(values[0]))
+    finite = np.isfinite(values) & np.isfinite(gradients).all(axis=1)
+    if starts and not finite[:starts].any():
+        value_is_finite = np.isfinite(values[0])
         what = "its gradient is nan or infinite" if value_is_finite else f"it returned {values[0]}"
         raise ValueError(
             f"{called} is not finite at the start: {what}. Start the family inside the support, or "
             "reparameterise so that every point is allowed."
         )
     values, gradients = values[finite], gradients[finite]
-    if values.size and bool((gradients == 0).all()) and bool(jnp.ptp(values) > 0):
+    flat = values.size > 1 and bool((gradients == 0).all())
+    if flat and not bounded and np.ptp(values) == 0:
+        raise ValueError(
+            f"{called} is the same everywhere it was tried, which is no density over unbounded "
+            "parameters. Does it use its argument? Give the parameters a prior, or a support."
+        )
+    if flat and np.ptp(values) > 0:
         raise ValueError(
             f"{called} is not differentiable: it varies, but its gradient is zero everywhere it "
             "was tried. Remove rounding, comparisons or `stop_gradient` from it."

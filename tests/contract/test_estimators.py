@@ -13,6 +13,7 @@ from helpers import FAMILIES, agrees, close, members, moments, no_type_hook, slo
 import iblr
 from iblr import AtMean, Hess, Rep, Secant, Stl, Target
 from iblr.families.curvature import Dense, Diagonal, LowRank
+from iblr.noise import standard_normals
 
 KEYS = 4000
 
@@ -188,7 +189,7 @@ def test_antithetic_pairs_make_the_gradient_of_a_quadratic_exact(name, x64):
 def noise_of(estimator, q, key):
     """The noise rows that an estimator with pairs draws from a key."""
     draw_key, _ = jax.random.split(key)
-    return np.asarray(jax.random.normal(draw_key, (estimator.pairs, q.dim), q.dtype), float)
+    return np.asarray(standard_normals(draw_key, (estimator.pairs, q.dim), q.dtype), float)
 
 
 @pytest.mark.parametrize("pairs", [1, 3])

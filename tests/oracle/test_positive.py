@@ -840,6 +840,7 @@ def test_a_fit_without_options_reaches_a_conjugate_posterior(start):
     assert gamma_distance(posterior.family, COUNTS + [1.5, 2.0, 0.5], np.full(3, 2.5)) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_fit_without_options_reaches_posteriors_of_large_counts():
     # Far from such a target its slopes in log z are large and nearly constant.
     counts = np.array([1e3, 3e3, 3e4])
@@ -896,7 +897,7 @@ def best_inverse_gaussian(log_target):
     return np.exp(found.x), neg_elbo
 
 
-@pytest.mark.parametrize("estimator", [None, slow(iblr.Rep(samples=50))], ids=["Stl", "Rep"])
+@pytest.mark.parametrize("estimator", [slow(None), slow(iblr.Rep(samples=50))], ids=["Stl", "Rep"])
 def test_a_fit_reaches_the_best_inverse_gaussian_for_a_target_of_another_family(estimator):
     def log_target(z, log=np.log):
         return 1.5 * log(z) - 2 * z - 0.3 / z
@@ -1039,6 +1040,7 @@ def test_parameters_that_make_blocks_out_of_range_are_refused():
         iblr.InverseGaussian(1e25, 1.0)
 
 
+@pytest.mark.slow
 def test_a_vague_prior_is_a_start():
     prior, counts = iblr.Gamma(jnp.full(3, 0.01), 0.01), jnp.array([7.0, 0.0, 30.0])
     target = iblr.Target(log_likelihood=lambda z: (counts * jnp.log(z) - 3 * z).sum(), prior=prior)

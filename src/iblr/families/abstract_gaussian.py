@@ -22,6 +22,7 @@ from iblr.families import curvature as curvature_
 from iblr.families.base import AbstractFamily, Defaults, Draws, StepInfo, modest_steps
 from iblr.families.curvature import Dense, Diagonal, LowRank, Parameterisation, RootChange
 from iblr.families.line_search import LineSearch
+from iblr.noise import standard_normals
 from iblr.status import Status
 
 
@@ -214,7 +215,7 @@ class AbstractGaussian(AbstractFamily):
     def draw(self, key: Key[Array, ""], num: int, antithetic: bool = False) -> Draws:
         """mu + E A, or mu +- E A with half as many rows E."""
         rows = num // 2 if antithetic else num
-        E = jax.random.normal(key, (rows, self.dim), self.mean.dtype)
+        E = standard_normals(key, (rows, self.dim), self.mean.dtype)
         X = self.colour(E)
         if antithetic:
             return Draws(jnp.concatenate([self.mean + X, self.mean - X]), E)

@@ -57,11 +57,13 @@ class Defaults(NamedTuple):
         step_size: the schedule of t for a number of steps and of pairs.
         trust_region: whether the improved rule bounds the change of one step.
         pairs: those of `Stl`.
+        first_round: steps of the first of the rounds in which it settles by itself.
     """
 
     step_size: Callable[[int, int], Callable[[ArrayLike], Float[Array, ""]]]
     trust_region: bool
     pairs: int
+    first_round: int = 100
 
 
 def modest_steps(step: ArrayLike) -> Float[Array, ""]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from iblr.families import arguments
@@ -64,9 +65,9 @@ class Gaussian(AbstractDenseGaussian):
         structure, dtype = arguments.start_structure(call, dim, like, dtype, support)
         d = structure.dim
         return Gaussian(
-            mean=jnp.zeros(d, dtype),
-            factor=jnp.eye(d, dtype=dtype),
-            log_det=jnp.zeros((), dtype),
+            mean=jnp.asarray(np.zeros(d, dtype)),
+            factor=jnp.asarray(np.eye(d, dtype=dtype)),
+            log_det=jnp.asarray(np.zeros((), dtype)),
             structure=structure,
         )
 

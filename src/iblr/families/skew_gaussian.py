@@ -155,7 +155,8 @@ class SkewGaussian(AbstractFamily):
     @property
     def defaults(self) -> Defaults:
         """Steps that settle late: alpha = 0 is a saddle, which is left slowly."""
-        return Defaults(lambda num_steps, pairs: SettlingSteps(LARGEST_STEP, num_steps), True, 8)
+        settling = lambda num_steps, pairs: SettlingSteps(LARGEST_STEP, num_steps)  # noqa: E731
+        return Defaults(settling, True, 8, first_round=400)
 
     @property
     def dtype(self) -> Any:

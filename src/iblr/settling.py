@@ -1,0 +1,223 @@
+"""Families without settings: rounds of steps, each twice as long as the last, until none gains.
+
+A round starts where the one before ended, with the family's own schedule of step sizes from its
+beginning. Once noise is what keeps q from the best member, averaging over twice as many steps
+halves its gap, so that what a round gained on the one before, measured with the same noise in both,
+is what is still missing. The fit ends when that gain and 1.645 standard errors are below `tol`
+twice in a row: once could be a saddle, such as the symmetric start of a skew Gaussian.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Key
+
+from iblr.diagnostics import look
+from iblr.estimators import Stl
+from iblr.families.abstract_gaussian import AbstractGaussian
+from iblr.families.base import AbstractFamily, Defaults, bold_steps
+from iblr.families.gaussian import Gaussian
+from iblr.loop import State, init
+from iblr.posterior import Posterior
+from iblr.regression import num_pairs
+from iblr.rounds import joined
+from iblr.rule import improved_step
+from iblr.status import Status
+from iblr.steps import CHUNK, ELBO_DRAWS
+from iblr.target import Target
+
+CALM = 2
+DRAWS = 500
+RESERVE = 2 * DRAWS + ELBO_DRAWS  # evaluations kept back for the end of a round
+MOST_BATCHES = 16
+QUANTILE = 1.645  # of the normal distribution, at 95 %
+ROUND_TAG, GAIN_TAG = 6, 7
+
+
+class BoldSteps(eqx.Module):
+    """`bold_steps` of at most `largest`."""
+
+    largest: Float[Array, ""]
+
+    def __call__(self, step: ArrayLike) -> Float[Array, ""]:
+        """t at a step."""
+        return jnp.minimum(self.largest, bold_steps(step))
+
+
+def _defaults(family: AbstractFamily) -> Defaults:
+    """Those of the family; for a full Gaussian as many pairs as its size asks for.
+
+    With P pairs the estimated curvature has eigenvalues of d / P from noise alone.
+    """
+    if isinstance(family, Gaussian):
+        pairs = num_pairs(family.dim)
+        largest = jnp.asarray(min(0.5, 3 * pairs / family.dim), family.dtype)
+        return Defaults(lambda num_steps, pairs: BoldSteps(largest), True, pairs)
+    if isinstance(family, AbstractGaussian):
+        return Defaults(lambda num_steps, pairs: bold_steps, True, 8)
+    return family.defaults
+
+
+class Settling(eqx.Module):
+    """Where such a fit stands.
+
+    Attributes:
+        state: that of the round under way.
+        length: its steps.
+        reached: what the rounds before it reached.
+        bounds: on the gap after each of them, but the first.
+    """
+
+    state: State
+    length: int
+    reached: Posterior | None
+    bounds: tuple[float, ...] = ()
+
+    @property
+    def family(self) -> AbstractFamily:
+        """Where the round under way is."""
+        return self.state.family
+
+
+class Gain(NamedTuple):
+    """Nats by which one member is better than another, its standard error, and what it took."""
+
+    value: float
+    standard_error: float
+    evaluations: int
+
+
+def begin(family: AbstractFamily, key: Key[Array, ""]) -> Settling:
+    """Before the first round."""
+    return Settling(init(family, key), _defaults(family).first_round, None)
+
+
+def method(family: AbstractFamily, num_steps: int) -> dict[str, Any]:
+    """Keywords of `iblr.step` for a round."""
+    defaults = _defaults(family)
+    return {
+        "estimator": Stl(pairs=defaults.pairs),
+        "step_size": defaults.step_size(num_steps, defaults.pairs),
+        "momentum": None,
+        "trust_region": defaults.trust_region,
+        "rule": improved_step,
+    }
+
+
+def cost(family: AbstractFamily, steps: int) -> int:
+    """Evaluations of the target by a round."""
+    each = method(family, steps)["estimator"].num_gradients(family)
+    return steps * each + math.ceil(steps / CHUNK) * ELBO_DRAWS
+
+
+def first_cost(family: AbstractFamily) -> int:
+    """Those of the first round, and what is kept back in it."""
+    return cost(family, _defaults(family).first_round) + RESERVE
+
+
+def settle(
+    run: Callable[[State, dict, int], Posterior],
+    now: Settling,
+    target: Target,
+    tol: float,
+    max_gradients: int,
+    key: Key[Array, ""],
+) -> Posterior:
+    """Rounds of `run`, which takes a number of steps with a method unless it is stopped."""
+    spent = 0
+    while True:
+        options = method(now.state.family, now.length)
+        per_step = options["estimator"].num_gradients(now.state.family) + ELBO_DRAWS / CHUNK
+        left = max_gradients - spent - RESERVE
+        steps = min(now.length, int(now.state.step) + max(int(left // per_step), 1))
+        last = run(now.state, options, steps)
+        whole = joined(now.reached, last)
+        whole = dataclasses.replace(whole, state=dataclasses.replace(now, state=last.state))
+        if last.stopped_by != "num_steps" or steps < now.length:
+            ended = last.stopped_by if last.stopped_by != "num_steps" else "max_gradients"
+            return dataclasses.replace(_before_the_cut(now.reached, whole), stopped_by=ended)
+        bounds = now.bounds
+        if now.reached is not None:
+            after = max_gradients - whole.num_gradients
+            ahead = cost(last.family, 2 * now.length) + RESERVE
+            batches = (after - ahead if after > ahead else after) // (2 * DRAWS)
+            reached = now.reached.family
+            try:
+                gain = _gain(target, reached, last.family, key, now.length, tol, batches)
+            except KeyboardInterrupt:
+                return dataclasses.replace(whole, status=Status.interrupted, stopped_by="interrupt")
+            estimate = abs(gain.value)
+            whole = dataclasses.replace(
+                whole,
+                gap_estimate=estimate,
+                gap_bound=estimate + QUANTILE * gain.standard_error,
+                num_gradients=whole.num_gradients + gain.evaluations,
+            )
+            bounds = (*bounds, whole.gap_bound)
+            if len(bounds) >= CALM and max(bounds[-CALM:]) <= tol:
+                return dataclasses.replace(whole, stopped_by="tol")
+        spent = whole.num_gradients
+        if max_gradients - spent < cost(last.family, 2 * now.length) + RESERVE:
+            return dataclasses.replace(whole, stopped_by="max_gradients")
+        fresh = init(last.family, jax.random.fold_in(key, ROUND_TAG + now.length))
+        now = Settling(fresh, 2 * now.length, whole, bounds)
+
+
+def _before_the_cut(reached: Posterior | None, whole: Posterior) -> Posterior:
+    """A fit whose last round was cut short: with what the rounds before reached.
+
+    A round begins with long steps, and only its end is better than the end of the one before.
+    """
+    if reached is None:
+        return whole
+    return dataclasses.replace(
+        whole,
+        family=reached.family,
+        elbo=reached.elbo,
+        elbo_se=reached.elbo_se,
+        gap_estimate=reached.gap_estimate,
+        gap_bound=reached.gap_bound,
+    )
+
+
+def _gain(
+    target: Target,
+    before: AbstractFamily,
+    after: AbstractFamily,
+    key: Key[Array, ""],
+    length: int,
+    tol: float,
+    batches: int,
+) -> Gain:
+    """From as many draws as it takes to tell it from `tol`, or to a quarter of that."""
+    key, found = jax.random.fold_in(jax.random.fold_in(key, GAIN_TAG), length), []
+    while True:
+        part = jax.random.fold_in(key, len(found))
+        found.append(np.asarray(_differences(target, before, after, part), np.float64))
+        values = np.concatenate(found)
+        values = values[np.isfinite(values)]
+        count = max(len(values), 2)
+        error = float(values.std() / np.sqrt(count - 1)) if len(values) else np.inf
+        mean = float(values.mean()) if len(values) else np.inf
+        told = error <= tol / 4 or abs(mean) - QUANTILE * error > tol
+        if told or len(found) >= min(MOST_BATCHES, batches) or not len(values):
+            return Gain(mean, error, 2 * DRAWS * len(found))
+
+
+@eqx.filter_jit
+def _differences(
+    target: Target, before: AbstractFamily, after: AbstractFamily, key: Key[Array, ""]
+) -> Float[Array, " n"]:
+    """log p - log q of one member less that of the other, at draws made of the same noise."""
+
+    def terms(family: AbstractFamily) -> Float[Array, " n"]:
+        seen = look(target, family, key, DRAWS)
+        return seen.sampled + seen.prior - seen.log_q
+
+    return terms(after) - terms(before)

@@ -1,0 +1,307 @@
+"""Whether to trust an approximation, in plain words.
+
+Every finding is Good, Fair or Bad, and the worst of them is the verdict:
+
+    Bad     the fit failed, or the ELBO is not finite; the target is nan or +inf at more than a
+            hundredth of the draws, or not finite at more than a tenth
+    Bad     another region holds more than a hundredth of the mass
+    Bad     k-hat of 0.7 or more, or one that cannot be told: the variances are not to be trusted,
+            nor any correction of them; only Fair where that is within one standard error of 0.7
+            (0.17 for a thousand draws), or where the weighted draws are worth four fifths of
+            all, if the KL is as small as for Good and the tails, where they were looked at, are
+            not heavy
+    Bad     tails: the target has a hundredth of its mass where a Gaussian q has 1e-4 (`iblr.tails`)
+    Bad     a mean is off by more than half a standard deviation, or a standard deviation by more
+            than half of itself
+    Bad     KL(q || p) above 0.5 nats, or above 0.05 for every coordinate if that is more (*)
+    Fair    k-hat between 0.5 and 0.7: averages over draws converge, but slowly; not where the
+            weighted draws are worth 98 % of all, since k-hat of nearly constant weights is noise
+    Fair    tails: the target has 0.25 % of its mass where a Gaussian q has 1e-4
+    Fair    log p is rounded to so few digits that nothing can be told
+    Fair    a mean is off by more than a tenth of a standard deviation, a standard deviation by more
+            than a tenth of itself, or a marginal probability by more than 0.05
+    Fair    KL(q || p) above 0.1 nats, or above 0.01 for every coordinate if that is more (*)
+    Fair    the best member of the family may be more than 0.1 nats better: `gap_bound`; or that is
+            not known, since a budget was spent
+    Fair    the fit was interrupted, or refused many steps; a draw at which the target is nan
+    Fair    other modes were not looked for: weights cannot see one in which q has no draws
+    Good    none of these
+
+The bands of k-hat are those of Vehtari et al. (2024) and of Yao et al. (2018). A KL of 0.01 nats in
+one direction is a mean off by 0.14 standard deviations, or a standard deviation off by 10 %; 0.05
+nats are 0.32 and 25 %. It is counted by coordinates because it adds up over directions, while what
+users read off a posterior are few of them at a time; 0.1 nats in all bound every error of a
+probability by sqrt(0.1 / 2) = 0.22, wherever it comes from. (*) Counted so only where log w looks
+like a sum of many small terms: then it is normal with a variance of 2 KL, and the effective sample
+size is that share exp(-2 KL) of the draws, here between 0.6 and 1.1 times. One heavy tail makes it
+less, one direction in which q is wide and wrong more. What is said of means, standard
+deviations and probabilities is what is beyond Monte Carlo noise, at 95 % over all scalars together.
+
+All of them are needed. q over two modes at distance 4 has a k-hat below zero; only the KL and the
+probabilities show it. With heavy tails the KL seen is small and k-hat large. With q on one of two
+modes far apart everything is perfect, but for a look from dispersed starts.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+
+from iblr.importance import LARGEST_KHAT, Importance
+from iblr.status import Status, describe
+
+GOOD_KHAT = 0.5
+GOOD_OUTSIDE, LARGEST_OUTSIDE = 0.0025, 0.01
+GOOD_SHIFT, LARGEST_SHIFT = 0.1, 0.5
+GOOD_SPREAD, LARGEST_SPREAD = math.log(1.1), math.log(1.5)
+GOOD_SHAPE = 0.05
+GOOD_KL, GOOD_KL_EACH = 0.1, 0.01
+LARGEST_KL, LARGEST_KL_EACH = 0.5, 0.05
+MANY_SMALL_TERMS = (0.6, 1.1)
+GOOD_GAP = 0.1
+LARGEST_MODE = 0.01
+HALF = 0.5
+LARGEST_SHARE_UNDEFINED, LARGEST_SHARE_EXCLUDED = 0.01, 0.1
+NEARLY_ALL, ALL_BUT_FEW = 0.8, 0.98
+COARSE, MANY_TIMES = 0.05, 20  # nats to which log p is rounded, and what they may add up to
+GRADES = ("Bad", "Fair", "Good")
+
+MIXTURE = "try `iblr.GaussianMixture` or NUTS from here (`posterior.to_nuts()`)"
+CORRECTED = "use `posterior.corrected`, which weights have put right"
+
+
+class Mode(NamedTuple):
+    """A Gaussian found from a dispersed start, where q is not: another mode, or an arm.
+
+    Attributes:
+        distance: from the mean of q, in standard deviations of q.
+        log_mass: log of its mass over the mass where q is.
+        family: a Gaussian there, from which `iblr.fit(target, init=...)` can start.
+    """
+
+    distance: float
+    log_mass: float
+    family: Any = None
+
+    def without(self, log_held: float) -> "Mode | None":
+        """What is left of it without the mass that q has there; None if that is half or more."""
+        share = math.exp(min(log_held - self.log_mass, 0.0)) if math.isfinite(log_held) else 0.0
+        if share >= HALF:
+            return None
+        return self._replace(log_mass=self.log_mass + math.log1p(-share))
+
+
+class Diagnosis(eqx.Module):
+    """What is known about the quality of q.
+
+    Attributes:
+        importance: the weights, and what follows from them.
+        dim: number of coordinates.
+        shift: the largest |corrected mean - mean| over scalars of a point, in standard deviations
+            of q and beyond noise.
+        spread: the largest |log(corrected standard deviation / standard deviation)|, beyond noise.
+        shape: the largest difference of marginal distribution functions, beyond noise.
+        outside: the target's share of mass where a Gaussian q has 1e-4; nan where not looked at.
+        modes: other modes, found from dispersed starts.
+        climbs: the dispersed starts; 0 where nobody looked.
+        climb_gradients: what they cost.
+        unlooked: where nobody looked, why not or what to do.
+    """
+
+    importance: Importance
+    dim: int
+    shift: float
+    spread: float
+    shape: float
+    outside: float = math.nan
+    modes: tuple[Mode, ...] = ()
+    climbs: int = 0
+    climb_gradients: int = 0
+    unlooked: str = "`iblr.fit` without settings looks from dispersed starts"
+
+
+class Finding(NamedTuple):
+    """One reason for a grade, and what to do about it."""
+
+    grade: str
+    reason: str
+    advice: str = ""
+
+
+def judge(diagnosis: Diagnosis, status: Status = Status.ok, gap_bound: float = math.nan) -> str:
+    """The verdict in words; it begins with Good, Fair or Bad.
+
+    Args:
+        diagnosis: what is known about q.
+        status: how the fit ended.
+        gap_bound: nats that q may be below the best member of its family; nan where unknown.
+    """
+    found = findings(diagnosis, status, gap_bound)
+    grade = next((g for g in GRADES if any(f.grade == g for f in found)), "Good")
+    decisive = [f for f in found if f.grade == grade]
+    numbers = _numbers(diagnosis)
+    if grade == "Good":
+        return f"Good: {numbers}; no other mode found from {_starts(diagnosis)}."
+    reasons = [f.reason for f in decisive]
+    advice = [f.advice for f in decisive if f.advice][:1]
+    return f"{grade}: {'; '.join([*reasons, numbers, *advice])}."
+
+
+def findings(diagnosis: Diagnosis, status: Status, gap_bound: float) -> list[Finding]:
+    """Everything that speaks against q, the gravest of each kind first."""
+    seen, found = diagnosis.importance, []
+    found += _of_status(status)
+    found += _of_values(seen)
+    found += _of_modes(diagnosis)
+    if not math.isfinite(seen.elbo):
+        return found
+    if seen.resolution > COARSE and seen.kl < MANY_TIMES * seen.resolution:
+        found.append(
+            Finding(
+                "Fair",
+                f"log p is rounded to {seen.resolution:.2g} nats, so that weights tell nothing",
+                "leave out constants of the log density, or compute in float64",
+            )
+        )
+    else:
+        of_kl, of_tails = _of_kl(seen, diagnosis.dim), _of_tails(diagnosis.outside)
+        if not any(f.grade == "Bad" for f in of_tails):  # which say what k-hat would
+            found += _of_weights(seen, near=not of_kl and not of_tails)
+        found += of_tails
+        found += _of_moves(diagnosis)
+        found += of_kl
+    if bool(jnp.all(status == Status.out_of_budget)) and math.isnan(gap_bound):
+        reason = "how far it is from the best member of the family is not known"
+        found.append(Finding("Fair", reason, "fit on, with a larger budget"))
+    if gap_bound > GOOD_GAP:
+        found.append(
+            Finding(
+                "Fair",
+                f"the best member of the family may be {gap_bound:.2g} nats better",
+                "fit on, with a larger budget",
+            )
+        )
+    if diagnosis.climbs == 0:
+        found.append(
+            Finding(
+                "Fair",
+                "other modes were not looked for, and weights cannot see them",
+                diagnosis.unlooked,
+            )
+        )
+    return found
+
+
+def is_hopeless(status: Status) -> bool:
+    """Whether a fit that ended so gives nothing to use."""
+    usable = (status == Status.ok) | (status == Status.interrupted)
+    usable = usable | (status == Status.refused_steps) | (status == Status.out_of_budget)
+    return not bool(jnp.all(usable))
+
+
+def _of_status(status: Status) -> list[Finding]:
+    fine = (status == Status.ok) | (status == Status.out_of_budget)  # `gap_bound` tells the latter
+    if bool(jnp.all(fine)):
+        return []
+    sentence = describe(status).rstrip(".")
+    grade = "Bad" if is_hopeless(status) else "Fair"
+    return [Finding(grade, f"the fit did not end well, {sentence}")]
+
+
+def _of_values(seen: Importance) -> list[Finding]:
+    look = "look at the log density there: it must be a number, or -inf outside its support"
+    if not math.isfinite(seen.elbo):
+        return [Finding("Bad", "the target is not finite at draws from q", look)]
+    found = []
+    if seen.undefined:
+        grade = "Bad" if seen.undefined > LARGEST_SHARE_UNDEFINED * seen.draws else "Fair"
+        reason = f"the target is nan or +inf at {seen.undefined} of {seen.draws} draws"
+        found.append(Finding(grade, reason, look))
+    outside = seen.excluded - seen.undefined
+    if outside:
+        grade = "Bad" if seen.excluded > LARGEST_SHARE_EXCLUDED * seen.draws else "Fair"
+        reason = f"{outside} of {seen.draws} draws are outside the support of the target"
+        found.append(Finding(grade, reason, "say where parameters live (`support=`)"))
+    return found
+
+
+def _of_modes(diagnosis: Diagnosis) -> list[Finding]:
+    if not diagnosis.modes:
+        return []
+    advice = "try `iblr.GaussianMixture` (of more components, if it is one) or several starts"
+    mode = max(diagnosis.modes, key=lambda m: math.inf if math.isnan(m.log_mass) else m.log_mass)
+    if mode.log_mass <= math.log(LARGEST_MODE):
+        return []
+    share = 100 / (1 + math.exp(-min(mode.log_mass, 500.0)))
+    mass = "mass that cannot be told" if math.isnan(share) else f"about {share:.0f} % of the mass"
+    return [Finding("Bad", f"another region, {mode.distance:.1f} sd away, holds {mass}", advice)]
+
+
+def _of_weights(seen: Importance, near: bool) -> list[Finding]:
+    if math.isnan(seen.khat):
+        return [Finding("Bad", "the tail of the importance weights cannot be told", MIXTURE)]
+    if seen.khat >= LARGEST_KHAT:
+        advice = f"`iblr.diagnose(..., draws={10 * seen.draws})` tells more surely"
+        if seen.khat < LARGEST_KHAT + seen.khat_se and near:
+            return [Finding("Fair", "the weights may have too heavy a tail", advice)]
+        if seen.ess >= NEARLY_ALL * seen.draws and near:
+            reason = "the target has heavier tails than q, though little mass is seen there"
+            return [Finding("Fair", reason, advice)]
+        return [Finding("Bad", "do not use the variances", MIXTURE)]
+    if seen.khat > GOOD_KHAT and not (near and seen.ess >= ALL_BUT_FEW * seen.draws):
+        return [Finding("Fair", "the weights have a heavy tail", CORRECTED)]
+    return []
+
+
+def _of_tails(outside: float) -> list[Finding]:
+    """Nothing where they were not looked at."""
+    grade = "Good" if math.isnan(outside) else _grade(outside, GOOD_OUTSIDE, LARGEST_OUTSIDE)
+    share = f"{100 * min(outside, 1.0):.2g} % of its mass where q has 0.01 %"
+    reason = f"the target has heavier tails than q, some {share}"
+    if grade == "Bad":
+        return [Finding("Bad", f"do not use the variances: {reason}", MIXTURE)]
+    if grade == "Fair":
+        return [Finding("Fair", reason, "NUTS from here tells more (`posterior.to_nuts()`)")]
+    return []
+
+
+def _of_moves(diagnosis: Diagnosis) -> list[Finding]:
+    shift, spread, shape = diagnosis.shift, diagnosis.spread, diagnosis.shape
+    sd = 100 * math.expm1(min(spread, 10.0))
+    grades = (
+        (_grade(shift, GOOD_SHIFT, LARGEST_SHIFT), f"a mean is off by at least {shift:.2f} sd"),
+        (_grade(spread, GOOD_SPREAD, LARGEST_SPREAD), f"an sd is off by at least {sd:.0f} %"),
+        (_grade(shape, GOOD_SHAPE, 1.0), f"a marginal probability is off by at least {shape:.2f}"),
+    )
+    advice = CORRECTED if diagnosis.importance.usable else MIXTURE
+    return [Finding(grade, reason, advice) for grade, reason in grades if grade != "Good"]
+
+
+def _of_kl(seen: Importance, dim: int) -> list[Finding]:
+    expected = seen.draws * math.exp(-2 * seen.kl)
+    low, high = MANY_SMALL_TERMS
+    dim = dim if low * expected <= seen.ess <= high * expected else 1
+    good, largest = max(GOOD_KL, GOOD_KL_EACH * dim), max(LARGEST_KL, LARGEST_KL_EACH * dim)
+    grade = _grade(seen.kl, good, largest)
+    if grade == "Good":
+        return []
+    if grade == "Bad":
+        return [Finding("Bad", "q is far from the target", MIXTURE)]
+    advice = CORRECTED if seen.usable else MIXTURE
+    return [Finding("Fair", "q is not very near to the target", advice)]
+
+
+def _grade(value: float, good: float, largest: float) -> str:
+    """Of a number that should be small; what is not a number is Bad."""
+    return "Good" if value <= good else "Fair" if value <= largest else "Bad"
+
+
+def _numbers(diagnosis: Diagnosis) -> str:
+    seen = diagnosis.importance
+    khat = "constant weights" if seen.khat == -math.inf else f"k-hat {seen.khat:.2f}"
+    return f"{khat}, KL {seen.kl:.2g} ± {seen.kl_se:.1g} nats, ESS {seen.ess:.0f} of {seen.draws}"
+
+
+def _starts(diagnosis: Diagnosis) -> str:
+    return f"{diagnosis.climbs} dispersed start" + ("s" if diagnosis.climbs != 1 else "")
