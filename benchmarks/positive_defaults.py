@@ -5,7 +5,8 @@
 Every row is a problem whose optimum is known: in closed form where the family holds the target, by
 coordinate ascent for the product, by quadrature and a quasi-Newton method elsewhere. A cell is
 KL(q || optimum) in nats after the given number of steps, the largest of three keys, and `failed`
-where a fit raised. The first column is what `iblr.fit(target, family, key=key)` does.
+where a fit raised. The first column has `num_steps` for its only setting; without any, a fit
+takes rounds of such steps until they gain nothing (`family_defaults.py`).
 """
 
 import argparse
