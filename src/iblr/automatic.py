@@ -163,13 +163,15 @@ def _posterior(
     steps = first + 1 + np.arange(len(found.elbo))
     gap, bound = (np.inf, np.inf) if standing is None else (standing.gap, standing.bound)
     none = np.zeros((), int)
-    log_det = 2 * np.linalg.slogdet(np.asarray(state.family.factor))[1]  # without what rounding did
-    family = dataclasses.replace(state.family, log_det=jnp.asarray(log_det))
+    status = _status(standing, stopped_by)
+    best = state.trusted.family if status == Status.not_converged else state.family
+    log_det = 2 * np.linalg.slogdet(np.asarray(best.factor))[1]  # without what rounding did
+    family = dataclasses.replace(best, log_det=jnp.asarray(log_det))
     return Posterior(
         family=family,
         elbo=jnp.asarray(_latest(found.elbo)),
         elbo_se=jnp.asarray(_latest(found.elbo_se)),
-        status=_status(standing, stopped_by),
+        status=status,
         trace=Trace(
             steps,
             found.elbo,

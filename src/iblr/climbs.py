@@ -5,9 +5,10 @@ fits Gaussians without settings, start in antithetic pairs far from q with its c
 three orthogonal directions 10 sqrt(d) standard deviations away, in one of them also 3 and in two
 also 40 (in many dimensions, where a batch is dear, 10 in two directions only). All of this is in
 real coordinates, those of a family of positive numbers being their logarithms. One that comes back
-to where q is says nothing. One that settles elsewhere has an ELBO there, a lower bound of the log
-mass of the target around it, and against q in place of the target one of the mass that q has there.
-A region to which q gives less than half of what the target does is another mode.
+to where q is, and is not much wider, says nothing. One that settles elsewhere has an ELBO there, a
+lower bound of the log mass of the target around it, and against q in place of the target one of the
+mass that q has there. A region to which q gives less than half of what the target does is another
+mode; it may lie around q, if it is wider.
 """
 
 import dataclasses
@@ -40,6 +41,7 @@ MANY_DIMENSIONS, FEW = 200, 2
 FIRST_RADIUS = 4.0  # of a step, in sqrt(d) standard deviations: the way is far
 PATIENCE, FEWEST = 24, 8  # batches
 AT_ONCE = 2
+NEAR = WIDER = 3.0  # standard deviations of q
 DRAWS = 256
 MOMENTS_TAG, HELD_TAG = 100, 101  # beyond the numbers of the starts
 
@@ -94,7 +96,6 @@ def look_around(
     modes: list[Mode] = []
     climbs = spent = 0
     per_batch = 2 * regression.num_pairs(q.dim)
-    far = math.sqrt(q.dim)
     for index, start in enumerate(_starts(around, key)):
         patience = min(PATIENCE, (max_gradients - spent) // per_batch)
         if patience < FEWEST:
@@ -103,7 +104,7 @@ def look_around(
         of_climb = jax.random.fold_in(key, index)
         mode, batches = _climb(target, around, start, elbo, of_climb, patience)
         spent += batches * per_batch
-        if mode is None or any(_distance(m.family, mode.family) <= far for m in modes):
+        if mode is None or any(_seen_from(m.family, mode.family)[0] <= NEAR for m in modes):
             continue
         mode = mode.without(float(_held(q, mode.family, jax.random.fold_in(key, HELD_TAG))))
         modes += [] if mode is None else [mode]
@@ -146,8 +147,9 @@ def _climb(
         state, found, standing = stretch(state, target, never, limit)
         found, standing = jax.device_get((found, standing))
         step = int(standing.step)
-        distance = _distance(q, state.family)
-        if step < before + AT_ONCE or distance < math.sqrt(q.dim):
+        distance, width = _seen_from(q, state.family)
+        came_back = distance < NEAR and width < WIDER
+        if step < before + AT_ONCE or came_back:
             return None, step
         if step + AT_ONCE > patience:
             log_mass = float(np.mean(found.elbo[:AT_ONCE])) - elbo
@@ -155,7 +157,9 @@ def _climb(
             return (Mode(distance, log_mass, state.family) if found_one else None), step
 
 
-def _distance(q: Gaussian, other: Gaussian) -> float:
-    """Between the means, in standard deviations of q."""
+def _seen_from(q: Gaussian, other: Gaussian) -> tuple[float, float]:
+    """How far the mean of the other is, and its widest direction, in standard deviations of q."""
     way = np.asarray(other.mean, float) - np.asarray(q.mean, float)
-    return float(np.linalg.norm(np.linalg.solve(np.asarray(q.factor, float).T, way)))
+    rows = np.vstack([way, np.asarray(other.factor, float)])
+    whitened = np.linalg.solve(np.asarray(q.factor, float).T, rows.T)
+    return float(np.linalg.norm(whitened[:, 0])), float(np.linalg.norm(whitened[:, 1:], 2))

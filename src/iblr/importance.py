@@ -169,10 +169,12 @@ def weigh(
     if finite.any():
         kept = np.argmin(np.where(finite, raw, np.inf))  # the smallest weight is never smoothed
         log_evidence = float(raw[kept] - log_weights[kept] - math.log(draws))
-        plain = float(np.mean(raw[finite])) + math.log(finite.mean())
+        mean, share = float(np.mean(raw[finite])), float(finite.mean())
+        plain = mean + math.log(share)
         kl, ess = max(log_evidence - plain, 0.0), 1 / float(np.sum(np.exp(2 * log_weights)))
         evidence_influence = draws * np.exp(log_weights) - 1
-        kl_influence = evidence_influence - np.where(finite, raw - plain, -1.0)
+        of_plain = np.where(finite, (raw - mean + 1) / share, 0.0) - 1
+        kl_influence = evidence_influence - of_plain
     return Importance(
         elbo=elbo,
         elbo_se=elbo_se,

@@ -1,10 +1,10 @@
 """Looks at a target before a fit: cheap, and with errors that say what to do."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from iblr.compiling import quickly_compiled
 from iblr.families.base import AbstractFamily
 from iblr.target import Target
 
@@ -29,6 +29,6 @@ def check_target(target: Target, family: AbstractFamily, key: Key[Array, "*runs"
             )
 
 
-@eqx.filter_jit
+@quickly_compiled
 def _first_points(family: AbstractFamily, key: Key[Array, ""]) -> Float[Array, "n d"]:
     return jnp.concatenate([family.centres, family.draw(key, POINTS - 1).rows])

@@ -1,10 +1,13 @@
 """Families without settings: rounds of steps, each twice as long as the last, until none gains.
 
 A round starts where the one before ended, with the family's own schedule of step sizes from its
-beginning. Once noise is what keeps q from the best member, averaging over twice as many steps
-halves its gap, so that what a round gained on the one before, measured with the same noise in both,
-is what is still missing. The fit ends when that gain and 1.645 standard errors are below `tol`
-twice in a row: once could be a saddle, such as the symmetric start of a skew Gaussian.
+beginning; that of a Gaussian keeps its longest step for a quarter of a round, so that a slow way is
+walked for longer in every round. Once noise is what keeps q from the best member, averaging over
+twice as many steps halves its gap, so that what a round gained on the one before, measured with the
+same noise in both, is what is still missing. Where gains fall more slowly, by a factor r from round
+to round, r / (1 - r) times as much is missing, and nobody knows how much where they do not fall.
+The fit ends when that and 1.645 standard errors are below `tol` twice in a row: once could be a
+saddle, such as the symmetric start of a skew Gaussian.
 """
 
 import dataclasses
@@ -37,17 +40,22 @@ DRAWS = 500
 RESERVE = 2 * DRAWS + ELBO_DRAWS  # evaluations kept back for the end of a round
 MOST_BATCHES = 16
 QUANTILE = 1.645  # of the normal distribution, at 95 %
+CLEAR = 2.0  # standard errors of a gain that is more than noise
 ROUND_TAG, GAIN_TAG = 6, 7
 
 
-class BoldSteps(eqx.Module):
-    """`bold_steps` of at most `largest`."""
+class PatientSteps(eqx.Module):
+    """`bold_steps` of at most `largest` after a quarter of all steps, which are as long."""
 
     largest: Float[Array, ""]
+    delay: Float[Array, ""]
+
+    def __init__(self, largest: float, num_steps: int, dtype: Any):
+        self.largest, self.delay = (jnp.asarray(x, dtype) for x in (largest, num_steps / 4))
 
     def __call__(self, step: ArrayLike) -> Float[Array, ""]:
         """t at a step."""
-        return jnp.minimum(self.largest, bold_steps(step))
+        return jnp.minimum(self.largest, bold_steps(jnp.maximum(step - self.delay, 0)))
 
 
 def _defaults(family: AbstractFamily) -> Defaults:
@@ -55,13 +63,13 @@ def _defaults(family: AbstractFamily) -> Defaults:
 
     With P pairs the estimated curvature has eigenvalues of d / P from noise alone.
     """
-    if isinstance(family, Gaussian):
-        pairs = num_pairs(family.dim)
-        largest = jnp.asarray(min(0.5, 3 * pairs / family.dim), family.dtype)
-        return Defaults(lambda num_steps, pairs: BoldSteps(largest), True, pairs)
-    if isinstance(family, AbstractGaussian):
-        return Defaults(lambda num_steps, pairs: bold_steps, True, 8)
-    return family.defaults
+    if not isinstance(family, AbstractGaussian):
+        return family.defaults
+    is_full = isinstance(family, Gaussian)
+    pairs = num_pairs(family.dim) if is_full else 8
+    largest = min(0.5, 3 * pairs / family.dim) if is_full else 0.5
+    schedule = lambda num_steps, pairs: PatientSteps(largest, num_steps, family.dtype)  # noqa: E731
+    return Defaults(schedule, True, pairs)
 
 
 class Settling(eqx.Module):
@@ -72,12 +80,14 @@ class Settling(eqx.Module):
         length: its steps.
         reached: what the rounds before it reached.
         bounds: on the gap after each of them, but the first.
+        gain: of the last of them on the one before.
     """
 
     state: State
     length: int
     reached: Posterior | None
     bounds: tuple[float, ...] = ()
+    gain: "Gain | None" = None
 
     @property
     def family(self) -> AbstractFamily:
@@ -91,6 +101,18 @@ class Gain(NamedTuple):
     value: float
     standard_error: float
     evaluations: int
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether it is more than noise."""
+        return self.value > CLEAR * self.standard_error
+
+    def missing_per_gain(self, before: "Gain | None") -> float:
+        """What is still missing in units of this gain, by its ratio to the one before."""
+        if before is None or not (before.is_clear and self.is_clear):
+            return 1.0
+        ratio = self.value / before.value
+        return max(1.0, ratio / (1 - ratio)) if ratio < 1 else math.inf
 
 
 def begin(family: AbstractFamily, key: Key[Array, ""]) -> Settling:
@@ -142,7 +164,7 @@ def settle(
         if last.stopped_by != "num_steps" or steps < now.length:
             ended = last.stopped_by if last.stopped_by != "num_steps" else "max_gradients"
             return dataclasses.replace(_before_the_cut(now.reached, whole), stopped_by=ended)
-        bounds = now.bounds
+        bounds, gain = now.bounds, None
         if now.reached is not None:
             after = max_gradients - whole.num_gradients
             ahead = cost(last.family, 2 * now.length) + RESERVE
@@ -152,21 +174,23 @@ def settle(
                 gain = _gain(target, reached, last.family, key, now.length, tol, batches)
             except KeyboardInterrupt:
                 return dataclasses.replace(whole, status=Status.interrupted, stopped_by="interrupt")
-            estimate = abs(gain.value)
+            times = gain.missing_per_gain(now.gain)
+            estimate = times * abs(gain.value)
+            bound = estimate + times * QUANTILE * gain.standard_error
             whole = dataclasses.replace(
                 whole,
-                gap_estimate=estimate,
-                gap_bound=estimate + QUANTILE * gain.standard_error,
+                gap_estimate=estimate if math.isfinite(estimate) else math.nan,
+                gap_bound=bound if math.isfinite(bound) else math.nan,
                 num_gradients=whole.num_gradients + gain.evaluations,
             )
-            bounds = (*bounds, whole.gap_bound)
+            bounds = (*bounds, bound)
             if len(bounds) >= CALM and max(bounds[-CALM:]) <= tol:
                 return dataclasses.replace(whole, stopped_by="tol")
         spent = whole.num_gradients
         if max_gradients - spent < cost(last.family, 2 * now.length) + RESERVE:
             return dataclasses.replace(whole, stopped_by="max_gradients")
         fresh = init(last.family, jax.random.fold_in(key, ROUND_TAG + now.length))
-        now = Settling(fresh, 2 * now.length, whole, bounds)
+        now = Settling(fresh, 2 * now.length, whole, bounds, gain)
 
 
 def _before_the_cut(reached: Posterior | None, whole: Posterior) -> Posterior:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
+from iblr.compiling import quickly_compiled
 from iblr.structure import Structure
 
 FlatFunction = Callable[[Float[Array, " d"]], Float[Array, ""]]
@@ -282,7 +283,7 @@ def _check_function(
     _check_values(called, values, gradients, starts, bounded)
 
 
-@eqx.filter_jit
+@quickly_compiled
 def _slopes(
     function: Callable, structure: Structure, points: Float[Array, "n d"], rest: tuple
 ) -> tuple[Float[Array, " n"], Float[Array, "n d"]]:

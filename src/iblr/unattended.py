@@ -97,7 +97,7 @@ class _Limits:
     ):
         self.deadline, self.max_gradients, self.callback = deadline, max_gradients, callback
         self.between, self.reason = between, None
-        self.before = self.latest = self.looks = 0
+        self.before = self.latest = self.looks = self.step = 0
 
     @property
     def spent(self) -> int:
@@ -105,10 +105,11 @@ class _Limits:
         return self.before + self.latest + self.looks
 
     def __call__(self, told: Progress) -> bool:
-        """Whether to stop; the gradients told of start anew with every round."""
-        if told.num_gradients <= self.latest:
+        """Whether to stop; the steps and gradients told of start anew with every round."""
+        if told.step <= self.step:
             self.before += self.latest + self.between
             self.latest = 0
+        self.step = told.step
         needed = told.num_gradients - self.latest + ELBO_DRAWS  # by the next chunk
         if self.between and told.step + CHUNK >= told.num_steps:
             needed += self.between + 2 * needed  # it ends a round; chunks of the next cost twice

@@ -7,9 +7,9 @@ Every finding is Good, Fair or Bad, and the worst of them is the verdict:
     Bad     another region holds more than a hundredth of the mass
     Bad     k-hat of 0.7 or more, or one that cannot be told: the variances are not to be trusted,
             nor any correction of them; only Fair where that is within one standard error of 0.7
-            (0.17 for a thousand draws), or where the weighted draws are worth four fifths of
-            all, if the KL is as small as for Good and the tails, where they were looked at, are
-            not heavy
+            (0.17 for a thousand draws), or it is at most 1 and the weighted draws are worth four
+            fifths of all, if the KL is as small as for Good and the tails, where they were looked
+            at, are not heavy
     Bad     tails: the target has a hundredth of its mass where a Gaussian q has 1e-4 (`iblr.tails`)
     Bad     a mean is off by more than half a standard deviation, or a standard deviation by more
             than half of itself
@@ -64,6 +64,7 @@ LARGEST_MODE = 0.01
 HALF = 0.5
 LARGEST_SHARE_UNDEFINED, LARGEST_SHARE_EXCLUDED = 0.01, 0.1
 NEARLY_ALL, ALL_BUT_FEW = 0.8, 0.98
+NO_MEAN = 1.0  # k-hat beyond which weights have no mean
 COARSE, MANY_TIMES = 0.05, 20  # nats to which log p is rounded, and what they may add up to
 GRADES = ("Bad", "Fair", "Good")
 
@@ -245,7 +246,7 @@ def _of_weights(seen: Importance, near: bool) -> list[Finding]:
         advice = f"`iblr.diagnose(..., draws={10 * seen.draws})` tells more surely"
         if seen.khat < LARGEST_KHAT + seen.khat_se and near:
             return [Finding("Fair", "the weights may have too heavy a tail", advice)]
-        if seen.ess >= NEARLY_ALL * seen.draws and near:
+        if seen.khat <= NO_MEAN and seen.ess >= NEARLY_ALL * seen.draws and near:
             reason = "the target has heavier tails than q, though little mass is seen there"
             return [Finding("Fair", reason, advice)]
         return [Finding("Bad", "do not use the variances", MIXTURE)]

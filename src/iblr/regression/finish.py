@@ -23,9 +23,7 @@ from iblr.regression.pairs import Pairs, Whitened
 from iblr.regression.state import CALM, EXTREMES, Regression, tiny
 
 NOISE_FORGETTING = 4.0  # c of the noise: what it was before q settled is of no interest
-SURE = (
-    2.0  # standard errors by which younger moments predict better, to take the place of the older
-)
+SURE = 2.0  # standard errors by which younger moments must predict better, to replace the older
 RELAPSE = 1e3  # times the usual score, twice in a row: q is no longer where it was
 TRIM = 20.0  # over the number of pairs, what squared residuals may be in units of their mean
 
@@ -52,8 +50,11 @@ def finish(
     rate = rate_of(older)
     effective = 1 / (rate**2 + (1 - rate) ** 2 / effective)
     restart = swap | (younger.age >= jnp.maximum(0.5 * older.age, d / P + 6))
-    spread = jnp.sum((seen.gradients - seen.gradients.mean(0)) ** 2) / max(P - 1, 1)
-    noise = jnp.stack([spread, jnp.sum(seen.excess**2) / P])
+    used = (seen.noise != 0).any(1)  # pairs left out are zero, and average nothing
+    kept = used.sum(dtype=seen.noise.dtype)
+    spread = jnp.sum((seen.gradients - seen.gradients.mean(0)) ** 2) / jnp.maximum(kept - 1, 1)
+    noise = jnp.stack([spread, jnp.sum(seen.excess**2) / jnp.maximum(kept, 1)])
+    noise = noise * (P / jnp.maximum(kept, 1))
     first = (state.noise == 0).all()
     recent = NOISE_FORGETTING / (NOISE_FORGETTING + (state.calm - CALM) + 1)
     usual_residual = jnp.where(first, noise[1], state.noise[1])

@@ -48,7 +48,8 @@ def advance(state: Regression, target: Target) -> tuple[Regression, Look]:
     P = state.memory.offset.shape[1]
     lead = jnp.where(state.finishing, 0, state.lead)
     found = look(state.family, target, state.key, state.step, lead, P)
-    usable = found.fine.mean(dtype=state.family.dtype) >= 0.5
+    mostly_fine = found.fine.mean(dtype=state.family.dtype) >= 0.5
+    usable = mostly_fine & jnp.isfinite(score_of_q(found.seen))
     state = dataclasses.replace(state, trusted=_trusted(state, found))
     after = jax.lax.cond(usable, _solve, lambda state, _: _narrowed(state), state, found)
     finite = jnp.isfinite(after.family.log_det) & jnp.isfinite(after.family.mean).all()
