@@ -78,6 +78,7 @@ ORDER = [
     "iblr.automatic",
     "iblr.settling",
     "iblr.climbs",
+    "iblr.improper",
     "iblr.unattended",
     "iblr.fit",
     "iblr.laplace",

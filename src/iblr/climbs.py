@@ -53,9 +53,7 @@ def surroundings(q: AbstractFamily, key: Key[Array, ""]) -> Gaussian | None:
     structure = _real_coordinates(q)
     if structure is None:
         return None
-    points = q.sample(jax.random.fold_in(key, MOMENTS_TAG), DRAWS + 4 * q.dim)
-    rows = np.asarray(structure.ravel(points, "fit"), np.float64)
-    rows = rows[np.isfinite(rows).all(axis=1)]
+    rows = _draws(q, structure, key)
     if len(rows) < 2 * q.dim + 2:
         return None
     covariance = np.cov(rows.T).reshape(q.dim, q.dim)
@@ -66,6 +64,19 @@ def surroundings(q: AbstractFamily, key: Key[Array, ""]) -> Gaussian | None:
     log_det = 2 * np.log(np.diagonal(factor)).sum()
     mean, factor, log_det = (jnp.asarray(x, q.dtype) for x in (rows.mean(0), factor, log_det))
     return Gaussian(mean=mean, factor=factor, log_det=log_det, structure=structure)
+
+
+def is_one_point(q: AbstractFamily, key: Key[Array, ""]) -> bool:
+    """Whether draws of a known family, as far as they are finite, are the same in a coordinate."""
+    structure = _real_coordinates(q)
+    return structure is not None and bool((np.ptp(_draws(q, structure, key), axis=0) == 0).any())
+
+
+def _draws(q: AbstractFamily, structure: Structure, key: Key[Array, ""]) -> np.ndarray:
+    """Finite ones of q, in real coordinates."""
+    points = q.sample(jax.random.fold_in(key, MOMENTS_TAG), DRAWS + 4 * q.dim)
+    rows = np.asarray(structure.ravel(points, "fit"), np.float64)
+    return rows[np.isfinite(rows).all(axis=1)]
 
 
 def _real_coordinates(q: AbstractFamily) -> Structure | None:

@@ -8,15 +8,17 @@ mode with the Hessian there as precision. Far from it the trust region is needed
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Key, PyTree
 
 from iblr.estimators import AtMean
 from iblr.families.abstract_gaussian import AbstractGaussian
 from iblr.fit import FitError, fit
 from iblr.posterior import Posterior
+from iblr.starts import starting_family
 from iblr.status import Status
 from iblr.target import Target, as_target
 
@@ -25,9 +27,11 @@ CHUNK = 10
 
 def laplace(
     target: Target | Callable,
-    family: AbstractGaussian,
+    family: AbstractGaussian | type[AbstractGaussian] | None = None,
     *,
     key: Key[Array, ""],
+    init: PyTree | Posterior | AbstractGaussian = None,
+    support: Any = None,
     num_steps: int = 1000,
     step_size: float = 1.0,
     tolerance: float = 1e-8,
@@ -39,8 +43,10 @@ def laplace(
     Args:
         target: unnormalised log density of one point, or an `iblr.Target` (all of its data is best:
             with minibatches the method does not settle).
-        family: where to start, and which Gaussian to return.
+        family: where to start, and which Gaussian to return; as in `iblr.fit`.
         key: for the ELBO of the result.
+        init: a point to start from, instead of a family, as in `iblr.fit`.
+        support: where leaves of the point live, as in `iblr.fit`.
         num_steps: the most steps to take; it stops at convergence.
         step_size: t of the online Newton method.
         tolerance: stop when the squared whitened gradient and curvature are below this.
@@ -50,12 +56,13 @@ def laplace(
     Example:
         >>> import iblr, jax, jax.numpy as jnp
         >>> rosenbrock = lambda z: -((1 - z[0]) ** 2) - 10 * (z[1] - z[0] ** 2) ** 2
-        >>> start = iblr.laplace(rosenbrock, iblr.Gaussian.standard(2), key=jax.random.key(0))
+        >>> start = iblr.laplace(rosenbrock, init=jnp.zeros(2), key=jax.random.key(0))
         >>> start.mean.round(3).tolist()
         [1.0, 1.0]
         >>> posterior = iblr.fit(rosenbrock, start.family, key=jax.random.key(1), num_steps=200)
     """
     target = as_target(target, "laplace")
+    family = starting_family(family, init, support, "laplace")
     if not isinstance(family, AbstractGaussian):
         raise ValueError(
             "`laplace(target, family)` needs a Gaussian, but got "

@@ -15,6 +15,7 @@ from iblr.families.base import AbstractFamily, marginals
 from iblr.status import Status, describe
 from iblr.verdict import Diagnosis, is_hopeless, judge
 
+COUNTS = ("refused", "limited", "halvings", "excluded")
 OWN_DRAWS_TAG = 10  # apart from the draws of the verdict
 
 
@@ -110,6 +111,9 @@ class Posterior(eqx.Module):
         """Whether this holds several runs."""
         return self.elbo.ndim > 0
 
+    def __bool__(self) -> bool:  # `len` is of a batch alone
+        return True
+
     def __len__(self) -> int:
         if not self.is_batch:
             raise TypeError("`len(posterior)` counts the runs of a batch, but this is one run.")
@@ -122,7 +126,6 @@ class Posterior(eqx.Module):
         if self.runs:
             return self.runs[run]
         one = lambda tree: jax.tree.map(lambda x: x[run], tree)  # noqa: E731
-        counts = ("refused", "limited", "halvings", "excluded")
         trace = Trace(*(part[:, run] if part.ndim > 1 else part for part in self.trace))
         return dataclasses.replace(
             self,
@@ -132,7 +135,7 @@ class Posterior(eqx.Module):
             status=one(self.status),
             trace=trace,
             state=self.state[run],
-            **{name: np.asarray(getattr(self, name)[run]) for name in counts},
+            **{name: np.asarray(getattr(self, name)[run]) for name in COUNTS},
         )
 
     @property
@@ -227,9 +230,9 @@ class Posterior(eqx.Module):
         labels = structure.labels()
         width = max(len(label) for label in ["parameter", *labels[:rows]])
         head = f"{'parameter':<{width}} {'mean':>11} {'sd':>11} {'5 %':>11} {'95 %':>11}"
-        judged = self.diagnosis is not None or is_hopeless(self.status)
-        verdict = [self.verdict] if judged else []
-        message = "" if is_hopeless(self.status) else f" {self.message}"  # then the verdict says it
+        verdict = [self.verdict] if self._has_verdict else []
+        told = bool(verdict) and self.diagnosis is None  # by the verdict
+        message = "" if told or is_hopeless(self.status) else f" {self.message}"
         fit = [_words(self), f"ELBO {_elbo_words(self)} nats.{message}", *_ending_words(self)]
         lines = [*verdict, *fit, "", head]
         for label, m, s, low, high in list(zip(labels, *columns, strict=True))[:rows]:
@@ -246,9 +249,15 @@ class Posterior(eqx.Module):
     @property
     def verdict(self) -> str:
         """Whether to trust it, in plain words that begin with Good, Fair or Bad."""
-        if self.diagnosis is None and not self.is_batch and is_hopeless(self.status):
+        if self._has_verdict and self.diagnosis is None:
             return f"Bad: the fit did not end well, {self.message}"
         return judge(self._diagnosed("verdict"), self.status, self.gap_bound)
+
+    @property
+    def _has_verdict(self) -> bool:
+        if self.diagnosis is not None or self.is_batch:
+            return self.diagnosis is not None
+        return is_hopeless(self.status) or bool(self.status == Status.interrupted)
 
     @property
     def khat(self) -> float:
@@ -358,11 +367,10 @@ def stacked(runs: Sequence[Posterior]) -> Posterior:
         parts = [getattr(run, name) for run in runs]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
 
-    counts = ("refused", "limited", "halvings", "excluded")
     facts = ("state", "stopped_by", "gap_estimate", "gap_bound")
     fields: dict[str, Any] = {
         **{name: together(name) for name in ("family", "elbo", "elbo_se", "status")},
-        **{name: np.stack([getattr(run, name) for run in runs]) for name in counts},
+        **{name: np.stack([getattr(run, name) for run in runs]) for name in COUNTS},
         **{name: tuple(getattr(run, name) for run in runs) for name in facts},
     }
     return Posterior(

@@ -21,7 +21,7 @@ from iblr.diagnostics import Elbo, elbo
 from iblr.families.mixture import GaussianMixture
 from iblr.families.mixture_growth import CANDIDATES, NEGLIGIBLE_WEIGHT
 from iblr.loop import State, init
-from iblr.posterior import Posterior, Trace
+from iblr.posterior import COUNTS, Posterior, Trace
 from iblr.status import Status
 from iblr.target import Target
 
@@ -29,7 +29,6 @@ ELBO_DRAWS = 4096
 GROWTH_DRAWS = 3 * CANDIDATES
 LEAST_GAIN = 0.01
 PATIENCE = 1
-COUNTS = ("refused", "limited", "halvings", "excluded")
 ROUND_TAG, GROWTH_TAG, ELBO_TAG = 3, 4, 5  # 0 to 2 are those of a step and of a chunk
 
 
@@ -57,6 +56,7 @@ def fit_in_rounds(
     target: Target,
     num_steps: int,
     rule: Callable,
+    least_gain: float,
 ) -> Posterior:
     """Rounds of `run`, which takes `num_steps` steps by `rule` unless it is stopped."""
     rounds = _resumed(now) if isinstance(now, Rounds) else Rounds(now, None)
@@ -65,7 +65,7 @@ def fit_in_rounds(
         stopped = last.stopped_by != "num_steps" or last.num_steps < num_steps
         try:
             after = last if stopped else _refined(last, target)
-            kept, better = _judged(rounds.reached, after)
+            kept, better = _judged(rounds.reached, after, least_gain)
             failures = 0 if better else rounds.failures + 1
             more = _room(kept)
             hopeless = failures > PATIENCE or not np.any(kept.status == Status.ok)
@@ -94,10 +94,12 @@ def without_counts(reached: Posterior | None) -> Posterior | None:
     return dataclasses.replace(reached, trace=trace, num_gradients=0, **zeros)
 
 
-def _judged(before: Posterior | None, after: Posterior) -> tuple[Posterior, bool]:
+def _judged(
+    before: Posterior | None, after: Posterior, least_gain: float
+) -> tuple[Posterior, bool]:
     """The better of both with the history of both, and whether the later one is."""
     whole = joined(before, after)
-    if before is None or _gains(before, after):
+    if before is None or _gains(before, after, least_gain):
         return whole, True
     interrupted = np.any(after.status == Status.interrupted)
     return dataclasses.replace(
@@ -116,10 +118,10 @@ def _room(posterior: Posterior) -> int:
     return min(2 ** math.ceil(math.log2(2 * size)), mixture.growth.most) - size
 
 
-def _gains(before: Posterior, after: Posterior) -> bool:
+def _gains(before: Posterior, after: Posterior, least_gain: float) -> bool:
     """Whether the best run rose, by what matters and by what its noise allows to say."""
     (old, old_se), (new, new_se) = _best(before), _best(after)
-    return new - old >= max(LEAST_GAIN, 2 * math.hypot(old_se, new_se))
+    return new - old >= max(least_gain, 2 * math.hypot(old_se, new_se))
 
 
 def _best(posterior: Posterior) -> tuple[float, float]:

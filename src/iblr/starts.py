@@ -19,69 +19,70 @@ MATRICES = 20  # of d x d numbers that fitting a full Gaussian may need
 SHARE = 0.5  # of the memory
 
 
-def starting_family(family: Any, init: Any, support: Any) -> AbstractFamily:
+def starting_family(family: Any, init: Any, support: Any, call: str = "fit") -> AbstractFamily:
     """The family to start from, whichever way a user gave it."""
     if init is None:
         if family is None:
             raise ValueError(
-                "`fit(target, ...)` needs a start: a point, `init=jnp.zeros(10)`, or a family, "
+                f"`{call}(target, ...)` needs a start: a point, `init=jnp.zeros(10)`, or a family, "
                 "`iblr.Gaussian.standard(10)`."
             )
         if support is None or not isinstance(family, AbstractFamily):
-            return family  # `fit` refuses what is none
+            return family  # the call refuses what is none
         return family.with_support(support)
     if family is not None and not isinstance(family, AbstractFamily | type):
         raise ValueError(
-            "`fit(target, family, init=...)` needs the class of a family, such as "
+            f"`{call}(target, family, init=...)` needs the class of a family, such as "
             f"`iblr.DiagonalGaussian`, but got {family!r}."
         )
     if isinstance(family, AbstractFamily):
         raise ValueError(
-            f"`fit(target, family, init=...)` got two starts, a {family.name} and `init`. Leave "
-            "one out, or give the class alone: `iblr.fit(target, iblr.DiagonalGaussian, init=...)`."
+            f"`{call}(target, family, init=...)` got two starts, a {family.name} and `init`. Leave "
+            f"one out, or give the class alone: `iblr.{call}(target, iblr.DiagonalGaussian, "
+            "init=...)`."
         )
     if isinstance(init, Posterior | AbstractFamily):
         start = init.best.family if isinstance(init, Posterior) else init
         if family is not None and not isinstance(start, family):
             raise ValueError(
-                f"`fit(target, {family.__name__}, init=...)` got a start of another family, "
+                f"`{call}(target, {family.__name__}, init=...)` got a start of another family, "
                 f"{start.name}. Leave the class out, or start from a point: `init=posterior.mean`."
             )
         return start if support is None else start.with_support(support)
-    return _around(init, family, support)
+    return _around(init, family, support, call)
 
 
-def _around(point: PyTree, family: Any, support: Any) -> AbstractFamily:
+def _around(point: PyTree, family: Any, support: Any, call: str) -> AbstractFamily:
     """A standard Gaussian, of any class, around a point."""
     try:
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(point)]
     except TypeError as error:
         raise ValueError(
-            f"`fit(init=...)` needs numbers, a posterior or a family, but got {point!r}."
+            f"`{call}(init=...)` needs numbers, a posterior or a family, but got {point!r}."
         ) from error
     if not leaves or sum(leaf.size for leaf in leaves) == 0:
         raise ValueError(
-            f"`fit(init=...)` needs at least one number to start from, but got {point!r}."
+            f"`{call}(init=...)` needs at least one number to start from, but got {point!r}."
         )
     point = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x, float)), point)
     kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(point)}
     if not kinds <= {"float32", "float64"}:
         raise ValueError(
-            f"`fit(init=...)` computes in float32 or float64, but got {', '.join(sorted(kinds))}. "
-            "Convert it."
+            f"`{call}(init=...)` computes in float32 or float64, but got "
+            f"{', '.join(sorted(kinds))}. Convert it."
         )
     if family is None:
         family = _affordable(sum(leaf.size for leaf in leaves), jnp.result_type(*leaves, float))
     if family not in (Gaussian, DiagonalGaussian):
         raise ValueError(
-            "`fit(target, family, init=...)` puts `iblr.Gaussian` or `iblr.DiagonalGaussian` "
+            f"`{call}(target, family, init=...)` puts `iblr.Gaussian` or `iblr.DiagonalGaussian` "
             f"around a point, but got {family!r}. Make a member of the family and pass that."
         )
     start = family.standard(like=point, support=support)
-    mean = np.asarray(start.structure.ravel(point, "fit(init=...)"), start.dtype)
+    mean = np.asarray(start.structure.ravel(point, f"{call}(init=...)"), start.dtype)
     if mean.ndim != 1 or not np.isfinite(mean).all():
         raise ValueError(
-            "`fit(init=...)` must be a finite point inside its support, but got "
+            f"`{call}(init=...)` must be a finite point inside its support, but got "
             f"{point!r} with the coordinates {mean}."
         )
     return dataclasses.replace(start, mean=jnp.asarray(mean))

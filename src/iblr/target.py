@@ -279,8 +279,9 @@ def _check_function(
             f"{called} is not differentiable: {type(error).__name__}: {error}\nReplace the "
             "operation by one that JAX differentiates, or give it a `jax.custom_vjp`."
         ) from error
-    bounded = name != "log_density" or not structure.is_real
-    _check_values(called, values, gradients, starts, bounded)
+    _check_values(called, values, gradients, starts)
+    if name == "log_density":
+        _check_that_it_varies(called, structure, points, gradients)
 
 
 @quickly_compiled
@@ -297,7 +298,6 @@ def _check_values(
     values: Float[np.ndarray, " n"],
     gradients: Float[np.ndarray, "n d"],
     starts: int,
-    bounded: bool,
 ) -> None:
     finite = np.isfinite(values) & np.isfinite(gradients).all(axis=1)
     if starts and not finite[:starts].any():
@@ -308,14 +308,29 @@ def _check_values(
             "reparameterise so that every point is allowed."
         )
     values, gradients = values[finite], gradients[finite]
-    flat = values.size > 1 and bool((gradients == 0).all())
-    if flat and not bounded and np.ptp(values) == 0:
-        raise ValueError(
-            f"{called} is the same everywhere it was tried, which is no density over unbounded "
-            "parameters. Does it use its argument? Give the parameters a prior, or a support."
-        )
-    if flat and np.ptp(values) > 0:
+    if values.size > 1 and np.ptp(values) > 0 and (gradients == 0).all():
         raise ValueError(
             f"{called} is not differentiable: it varies, but its gradient is zero everywhere it "
             "was tried. Remove rounding, comparisons or `stop_gradient` from it."
+        )
+
+
+def _check_that_it_varies(
+    called: str,
+    structure: Structure,
+    points: Float[Array, "n d"],
+    gradients: Float[np.ndarray, "n d"],
+) -> None:
+    """A density over real coordinates does; points on a support have such, by a map."""
+    slopes = np.zeros_like(gradients)
+    if not structure.is_real:
+        slopes = np.asarray(jax.vmap(jax.grad(structure.log_jacobian))(points))
+    total, size = np.abs(gradients + slopes), np.abs(gradients) + np.abs(slopes)
+    known = np.isfinite(total).all(axis=1)
+    rounding = 100 * np.finfo(total.dtype).eps
+    if known.sum() > 1 and (total <= rounding * size)[known].all():
+        raise ValueError(
+            f"{called} is the same everywhere it was tried (or, on a support, over the real "
+            "numbers that are mapped onto it), which is no density over unbounded parameters. Does "
+            "it use its argument? Give the parameters a prior, or a support."
         )

@@ -14,7 +14,7 @@ from iblr.history import Watch
 from iblr.loop import Schedule, State, init
 from iblr.posterior import Posterior
 from iblr.preflight import check_target
-from iblr.rounds import Rounds, fit_in_rounds
+from iblr.rounds import LEAST_GAIN, Rounds, fit_in_rounds
 from iblr.rule import improved_step
 from iblr.steps import take_steps
 from iblr.target import Target
@@ -49,8 +49,9 @@ def fit_as_told(
     watch: Watch,
     chunk_size: int,
     elbo_draws: int,
+    least_gain: float = LEAST_GAIN,
 ) -> Posterior:
-    """Steps of a method; for a mixture that adapts its size, rounds of them."""
+    """Steps of a method; for a mixture that adapts its size, rounds of them that gain enough."""
     estimator, step_size, num_steps, momentum, trust_region, rule = settings
     num_steps = NUM_STEPS if num_steps is None else num_steps
     defaults = family.defaults
@@ -95,8 +96,9 @@ def fit_as_told(
             watch=watch,
         )
 
-    grows = family.growth is not None
-    return fit_in_rounds(run, now, target, num_steps, rule) if grows else run(reached)
+    if family.growth is None:
+        return run(reached)
+    return fit_in_rounds(run, now, target, num_steps, rule, least_gain)
 
 
 def _start(family: AbstractFamily, key: Key[Array, "*runs"], rule: Callable) -> State:

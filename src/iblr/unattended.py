@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from iblr import automatic, regression, rounds, settling
-from iblr.climbs import look_around, surroundings
+from iblr.climbs import is_one_point, look_around, surroundings
 from iblr.diagnose import evaluations, examine
 from iblr.estimators import Stl
 from iblr.families.base import AbstractFamily
 from iblr.families.gaussian import Gaussian
 from iblr.history import Progress, Watch
+from iblr.improper import has_endless_ridge
 from iblr.loop import State
 from iblr.posterior import Posterior, stacked
 from iblr.preflight import POINTS, check_target
@@ -201,11 +202,24 @@ def _by_regression(task: Task, left: int) -> Posterior:
     fresh = task.state is None
     now = regression.begin(family, task.key) if fresh else _resumed(task, Regression)
     budget = automatic.Budget(task.tol, left // per_step, task.deadline)
-    return automatic.fit_by_regression(now, task.target, budget, task.watch)
+    posterior = automatic.fit_by_regression(now, task.target, budget, task.watch)
+    return _named_if_improper(posterior, task)
+
+
+def _named_if_improper(posterior: Posterior, task: Task) -> Posterior:
+    """A fit that did not settle may have an endless way to go."""
+    unsettled = posterior.status in (Status.not_converged, Status.out_of_budget)
+    if not unsettled or not bool(jnp.isfinite(posterior.family.log_det)):
+        return posterior
+    improper, evaluated = has_endless_ridge(task.target, task.family, posterior.family)
+    posterior = dataclasses.replace(posterior, num_gradients=posterior.num_gradients + evaluated)
+    if not improper:
+        return posterior
+    return dataclasses.replace(posterior, status=Status.improper, stopped_by="failure")
 
 
 def _in_rounds(task: Task, left: int) -> Posterior:
-    """A mixture that adapts its size ends by itself, when more components gain nothing."""
+    """A mixture that adapts its size ends by itself, when more components gain less than `tol`."""
     between = rounds.ELBO_DRAWS + rounds.GROWTH_DRAWS
     pairs = task.family.defaults.pairs
     first_chunk = CHUNK * Stl(pairs=pairs).num_gradients(task.family) + ELBO_DRAWS
@@ -220,6 +234,7 @@ def _in_rounds(task: Task, left: int) -> Posterior:
         task.watch._replace(callback=limits),
         CHUNK,
         ELBO_DRAWS,
+        least_gain=task.tol,
     )
     if limits.reason or posterior.stopped_by != "num_steps":
         stopped_by = limits.reason or posterior.stopped_by
@@ -277,10 +292,12 @@ def _judged(posterior: Posterior, target: Target, key: Key[Array, ""], limit: in
     diagnosis = examine(target, q, jax.random.fold_in(key, DIAGNOSIS_TAG), draws)
     spent = posterior.num_gradients + evaluations(q, draws)
     climb_key = jax.random.fold_in(key, CLIMB_TAG)
-    around = surroundings(q, climb_key) if q.dim <= REGRESSION_UP_TO else None
+    is_small = q.dim <= REGRESSION_UP_TO
+    around = surroundings(q, climb_key) if is_small else None
     if around is None:
-        kinds = f"known families of up to {REGRESSION_UP_TO} coordinates with finite moments"
-        diagnosis = dataclasses.replace(diagnosis, unlooked=f"{kinds} are looked around from")
+        many = f"{q.dim} coordinates are too many to look for them, so "
+        unlooked = f"{'' if is_small else many}compare fits from other starts"
+        diagnosis = dataclasses.replace(diagnosis, unlooked=unlooked)
     else:
         elbo = diagnosis.importance.elbo
         modes, climbs, gradients = look_around(target, q, around, elbo, climb_key, limit - spent)
@@ -296,6 +313,8 @@ def _judged(posterior: Posterior, target: Target, key: Key[Array, ""], limit: in
     status = posterior.status
     if not math.isfinite(found.elbo):
         status = Status.diverged
+    elif around is None and is_one_point(q, climb_key):
+        status = Status.inaccurate
     return dataclasses.replace(
         posterior,
         elbo=jnp.asarray(found.elbo),

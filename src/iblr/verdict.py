@@ -61,6 +61,7 @@ LARGEST_KL, LARGEST_KL_EACH = 0.5, 0.05
 MANY_SMALL_TERMS = (0.6, 1.1)
 GOOD_GAP = 0.1
 LARGEST_MODE = 0.01
+AROUND = 1.0  # standard deviations of q
 HALF = 0.5
 LARGEST_SHARE_UNDEFINED, LARGEST_SHARE_EXCLUDED = 0.01, 0.1
 NEARLY_ALL, ALL_BUT_FEW = 0.8, 0.98
@@ -230,12 +231,14 @@ def _of_values(seen: Importance) -> list[Finding]:
 def _of_modes(diagnosis: Diagnosis) -> list[Finding]:
     if not diagnosis.modes:
         return []
-    advice = "try `iblr.GaussianMixture` (of more components, if it is one) or several starts"
     mode = max(diagnosis.modes, key=lambda m: math.inf if math.isnan(m.log_mass) else m.log_mass)
     if mode.log_mass <= math.log(LARGEST_MODE):
         return []
     share = 100 / (1 + math.exp(-min(mode.log_mass, 500.0)))
     mass = "mass that cannot be told" if math.isnan(share) else f"about {share:.0f} % of the mass"
+    if mode.distance < AROUND:
+        return [Finding("Bad", f"a wider region around q holds {mass}", MIXTURE)]
+    advice = "try `iblr.GaussianMixture` (of more components, if it is one) or several starts"
     return [Finding("Bad", f"another region, {mode.distance:.1f} sd away, holds {mass}", advice)]
 
 
