@@ -15,7 +15,7 @@ more gradients were spent. Compiling is not in the seconds.
     Pathfinder     BlackJAX, defaults; the draws that choose among the path's Gaussians count, and
                    one gradient an iteration (those of line searches it does not tell: not counted)
     multi-path     eight Pathfinders from N(start, I), draws resampled by PSIS
-    PyMC           full-rank ADVI, defaults
+    PyMC           full-rank ADVI, one draw a step as is its default, Adagrad at five rates
     GSM            the updates of `gsmvi`, batches of 2, 8 and 32 (Modi et al. 2023)
     BaM            batch and match (Cai et al. 2024), batches of 8, 32 and 128
     NUTS           NumPyro, 1000 warm-up steps and as many draws as the budget has room for
@@ -39,7 +39,8 @@ import importlib.util
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -369,15 +370,16 @@ def pymc(log_density: Callable, start: jax.Array, budget: int) -> Method:
     logging.getLogger("pymc").setLevel(logging.ERROR)
     d, compiling = len(start), [0.0]
 
-    def run(setting, key) -> Iterator[Snapshot]:
+    def run(rate, key) -> Iterator[Snapshot]:
         began = time.perf_counter()
+        optimiser = pymc.adagrad_window(learning_rate=rate)
         with pytensor.config.change_flags(floatX="float32"), pymc.Model():
             z = pymc.Flat("z", shape=d)
             pymc.Potential("target", pytensor.wrap_jax(log_density)(z))
             seed = int(jax.random.randint(key, (), 0, 2**31 - 1))
             advi = pymc.FullRankADVI(start={"z": np.asarray(start)}, random_seed=seed)
             look = pytensor.function([], [advi.approx.mean, advi.approx.cov])
-            advi.fit(1, progressbar=False)
+            advi.fit(1, obj_optimizer=optimiser, progressbar=False)
             compiling.append(time.perf_counter() - began)
             seconds, done = 0.0, 1
             for wanted in checkpoints(budget, 0.5):
@@ -394,7 +396,7 @@ def pymc(log_density: Callable, start: jax.Array, budget: int) -> Method:
                     return
                 yield Snapshot(done, seconds, mean.astype(np.float64), root)
 
-    return Method({"": None}, run, lambda: max(compiling))
+    return Method({f"rate {rate:g}": rate for rate in RATES}, run, lambda: max(compiling))
 
 
 def matched(log_density: Callable, start: jax.Array, budget: int, sizes, update) -> Method:
@@ -523,12 +525,19 @@ PEERS = {
     "BaM": Peer(bam),
     "NUTS": Peer(nuts, "numpyro"),
 }
+SCHEDULED = ("NumPyro", "BlackJAX")  # whose steps depend on the budget
 
 
 def installed() -> tuple[list[str], list[str]]:
     """Names of the peers that can run, and of those that cannot."""
     here = {name: importlib.util.find_spec(peer.needs) is not None for name, peer in PEERS.items()}
     return [n for n in here if here[n]], [n for n in here if not here[n]]
+
+
+def peer_versions(names: Iterable[str]) -> str:
+    """Of the libraries behind peers."""
+    needed = {PEERS[name].needs: None for name in names if PEERS[name].needs != "iblr"}
+    return "peers: " + (", ".join(f"{name} {metadata.version(name)}" for name in needed) or "none")
 
 
 def main() -> None:

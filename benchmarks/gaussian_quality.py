@@ -1,15 +1,17 @@
 """Gradients and seconds to a gap of 0.1, 0.01 and 0.001 nats from the best Gaussian.
 
     python benchmarks/gaussian_quality.py [--full] [--targets ...] [--peers ...] [--seeds 5]
-                                          [--budget 50000] [--seconds 30] [--out FILE]
+                                          [--peer-seeds 1] [--budget 200000] [--seconds 30]
+                                          [--out FILE]
 
 Targets and exact gaps are those of `gaussian_targets.py`, methods those of `gaussian_peers.py`, all
 from N(0, I). A cell is the number of evaluations of the target or its gradient spent
-when the trajectory first has the gap, for the worst of the seeds; of a method with several settings
-(rates, batches) the best at that gap is shown, which favours it. `never (g)`: some seed never got
-there with the budget and the seconds, and g is the smallest gap of its trajectory, with the best
-setting. A setting that fails with one seed is not tried with others. Seconds are to 0.01 nats (the
-worst seed), without compiling. Below, where ours stops by itself.
+when the trajectory first has the gap, for the worst of the seeds; peers have fewer seeds, and of
+one with several settings (rates, batches; where rates decay with the budget, a quarter of it too)
+the best at that gap is shown: both favour them. `never (g)`: some seed never got there with the
+budget and the seconds, and g is the smallest gap of its trajectory, with the best setting. A
+setting that fails with one seed is not tried with others. Seconds are to 0.01 nats (the worst
+seed), without compiling. Below, where ours stops by itself.
 
 Without arguments a quick look: ours and BaM on three targets; `--full` is everything.
 """
@@ -77,10 +79,10 @@ def trajectory(method, setting, key, gap, limit: float, budget: int) -> Result:
     return Result(gradients, seconds, best)
 
 
-def measure(method, gap, seeds: int, limit: float, budget: int) -> Result:
-    """The best setting at every gap, each by its worst seed."""
+def measure(methods, gap, seeds: int, limit: float, budget: int) -> Result:
+    """The best setting of all methods at every gap, each by its worst seed."""
     found = []
-    for setting in method.settings.values():
+    for method, setting in [(m, setting) for m in methods for setting in m.settings.values()]:
         runs = []
         for seed in range(seeds):
             runs.append(trajectory(method, setting, jax.random.key(seed), gap, limit, budget))
@@ -142,8 +144,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", nargs="+", help="names as printed")
     parser.add_argument("--peers", nargs="+", choices=list(gaussian_peers.PEERS))
-    parser.add_argument("--seeds", type=whole_number, default=5)
-    parser.add_argument("--budget", type=whole_number, default=50_000, help="gradients of a run")
+    parser.add_argument("--seeds", type=whole_number, default=5, help="of ours")
+    parser.add_argument("--peer-seeds", type=whole_number, default=1)
+    parser.add_argument("--budget", type=whole_number, default=200_000, help="gradients of a run")
     parser.add_argument("--seconds", type=float, default=30.0, help="of a run")
     parser.add_argument("--full", action="store_true", help="all targets and peers")
     parser.add_argument("--out", type=Path)
@@ -158,9 +161,10 @@ def main() -> None:
     unasked = [name for name in gaussian_peers.PEERS if name not in peers]
     if unasked:
         report(f"not asked for: {', '.join(unasked)}")
+    report(gaussian_peers.peer_versions(peer for peer in peers if peer in here))
     report(
-        f"Gradients to a gap, worst of {options.seeds} seeds, best setting; at most "
-        f"{options.budget} gradients and {options.seconds:g} s a run"
+        f"Gradients to a gap, worst of {options.seeds} seeds (peers: {options.peer_seeds}), best "
+        f"setting; at most {options.budget} gradients and {options.seconds:g} s a run"
     )
     problems = {problem.name: problem for problem in gaussian_targets.problems()}
     for problem in [problems[name] for name in targets or problems if name in problems]:
@@ -169,10 +173,15 @@ def main() -> None:
         heads = "".join(f"{f'{level} nats':>17}" for level in GAPS)
         report(f"{problem.name} (d = {problem.dim})".ljust(36) + heads + f"{'s to 0.01':>12}")
         for name in [peer for peer in peers if peer in here]:
-            method = gaussian_peers.PEERS[name].prepare(
-                problem.log_density, jnp.zeros(problem.dim), options.budget
-            )
-            results[name] = measure(method, gap, options.seeds, options.seconds, options.budget)
+            scheduled = name in gaussian_peers.SCHEDULED
+            methods = [
+                gaussian_peers.PEERS[name].prepare(
+                    problem.log_density, jnp.zeros(problem.dim), budget
+                )
+                for budget in (options.budget, options.budget // 4)[: 2 if scheduled else 1]
+            ]
+            seeds = options.seeds if name == "ours" else options.peer_seeds
+            results[name] = measure(methods, gap, seeds, options.seconds, options.budget)
             report(f"    {name:32s}" + shown(results[name]))
         if "ours" in results:
             for line in bars(problem.name, results):

@@ -389,6 +389,7 @@ def test_a_diagonal_family_names_an_improper_target_too():
         iblr.fit(lambda z: -0.5 * z[0] ** 2 + 0 * z[1], iblr.DiagonalGaussian.standard(2), key=KEY)
 
 
+@pytest.mark.slow
 def test_the_bound_holds_in_one_dimension():
     ends = [fit(init=jnp.zeros(1), key=jax.random.key(seed)) for seed in range(20)]
     assert sum(gap(end.family) <= end.gap_bound for end in ends) >= 17
@@ -581,7 +582,8 @@ def test_a_prior_that_is_a_family_is_seen_from_the_logarithms_too():
     assert posterior.verdict.startswith("Good") and posterior.diagnosis.climbs == 10
 
 
-@pytest.mark.parametrize("means, misses", [([[-8.0]], True), slow([[-8.0], [8.0]], False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("means, misses", [([[-8.0]], True), ([[-8.0], [8.0]], False)])
 def test_a_mixture_is_bad_only_if_it_misses_a_mode(means, misses):
     means = jnp.asarray(means)
     start = iblr.GaussianMixture.from_moments(means, jnp.ones((len(means), 1, 1)))

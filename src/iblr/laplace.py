@@ -62,11 +62,11 @@ def laplace(
         >>> posterior = iblr.fit(rosenbrock, start.family, key=jax.random.key(1), num_steps=200)
     """
     target = as_target(target, "laplace")
-    family = starting_family(family, init, support, "laplace")
-    if not isinstance(family, AbstractGaussian):
+    start = starting_family(family, init, support, "laplace")
+    if not isinstance(start, AbstractGaussian):
         raise ValueError(
             "`laplace(target, family)` needs a Gaussian, but got "
-            f"{getattr(family, 'name', repr(family))}. For positive parameters map one: "
+            f"{getattr(start, 'name', repr(start))}. For positive parameters map one: "
             "`Gaussian.standard(d, support=iblr.positive)`."
         )
     if jnp.ndim(key) != 0:
@@ -80,7 +80,7 @@ def laplace(
 
     posterior = fit(
         target,
-        family,
+        start,
         key=key,
         estimator=AtMean(),
         step_size=step_size,

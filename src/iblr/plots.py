@@ -101,7 +101,7 @@ def plot_pairs(
     Args:
         posterior: one run.
         parameters: labels such as `"tau"` or `"theta[2]"`, names of whole leaves, or positions in
-            the summary; None takes the first eight scalars.
+            the summary; None takes the first eight scalars, and says so where there are more.
         key: for the draws; `posterior.plot_pairs()` may leave it out where there is a verdict, and
             then derives one from the verdict's.
         draws: how many of each kind.
@@ -110,6 +110,7 @@ def plot_pairs(
     structure = posterior.family.structure
     labels = structure.labels()
     chosen = _chosen(parameters, labels)
+    left_out = parameters is None and len(chosen) < len(labels)
     first, second = jax.random.split(key)
     kinds = [("draws of q", BLUE, _scalars(posterior.sample(first, draws), structure, chosen))]
     if posterior.diagnosis is not None and posterior.diagnosis.importance.usable:
@@ -150,6 +151,8 @@ def plot_pairs(
         ]
         place = {"loc": "upper right", "fontsize": 9}
         (figure.legend if n > 1 else axes[0, 0].legend)(handles=handles, **place)
+        if left_out:
+            figure.supxlabel(f"the first {n} of {len(labels)} parameters", fontsize=9, color=GREY)
         _title(figure, posterior, int(22 * max(size * n, 4.2) / 2.0), left=True)
     return figure
 

@@ -208,10 +208,11 @@ def _by_regression(task: Task, left: int) -> Posterior:
 
 def _named_if_improper(posterior: Posterior, task: Task) -> Posterior:
     """A fit that did not settle may have an endless way to go."""
+    q: Any = posterior.family
     unsettled = posterior.status in (Status.not_converged, Status.out_of_budget)
-    if not unsettled or not bool(jnp.isfinite(posterior.family.log_det)):
+    if not unsettled or not bool(jnp.isfinite(q.log_det)):
         return posterior
-    improper, evaluated = has_endless_ridge(task.target, task.family, posterior.family)
+    improper, evaluated = has_endless_ridge(task.target, task.family, q)
     posterior = dataclasses.replace(posterior, num_gradients=posterior.num_gradients + evaluated)
     if not improper:
         return posterior

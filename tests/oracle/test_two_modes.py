@@ -48,7 +48,7 @@ def start(key):
 
 @pytest.mark.parametrize(
     "seed, theta, mu, sigma",
-    [slow(0, 0.4, (-2.75, 2.75), (1.0, 1.0)), (1, 0.5, (-1.5, 1.5), (1.0, 0.7))],
+    [slow(0, 0.4, (-2.75, 2.75), (1.0, 1.0)), slow(1, 0.5, (-1.5, 1.5), (1.0, 0.7))],
     ids=["far apart", "overlapping"],
 )
 def test_both_labellings_are_found(seed, theta, mu, sigma):
