@@ -246,15 +246,53 @@ def test_a_target_that_is_flat_on_one_side_is_named(improper):
 
 
 def test_an_endless_ridge_is_told_from_a_wide_gaussian():
-    start = iblr.Gaussian.standard(2)
+    first = jnp.ones(2)
     wide = iblr.Gaussian.from_covariance(jnp.zeros(2), 1e6 * jnp.array([[1.0, 0.9], [0.9, 1.0]]))
     tilted = iblr.Target(lambda z: jax.nn.log_sigmoid(z[0] + z[1]) - 1e-5 * (z[0] - z[1]) ** 2)
     rays = 2 * 2 * 2  # two axes of q and two of coordinates, both ways
-    assert has_endless_ridge(tilted, start, wide) == (True, 3 * 5 * rays)
-    assert has_endless_ridge(iblr.Target(wide.log_prob), start, wide) == (False, 3 * 5 * rays)
+    assert has_endless_ridge(tilted, first, wide) == (True, 3 * 5 * rays)
+    assert has_endless_ridge(iblr.Target(wide.log_prob), first, wide) == (False, 3 * 5 * rays)
     student = iblr.Target(lambda z: -1.5 * jnp.log1p((z**2).sum() / 1e6))  # Cauchy's
-    assert has_endless_ridge(student, start, wide) == (False, 3 * 5 * rays)
-    assert has_endless_ridge(tilted, wide, wide) == (False, 0)
+    assert has_endless_ridge(student, first, wide) == (False, 3 * 5 * rays)
+    assert has_endless_ridge(tilted, wide.variances, wide) == (False, 0)
+
+
+def test_an_endless_ridge_is_followed_from_a_gaussian_that_is_off():
+    """Rays of its axes leave the ridge, and Newton's steps with its precision fall short."""
+    tilt, across = 2e-3, 1.3  # beside 1 / sqrt(2)
+    axes = jnp.array([[1.0, 1.0 + tilt], [1.0 + tilt, -1.0]]) / jnp.sqrt(2 + 2 * tilt)
+    covariance = (axes.T * jnp.array([2000.0, across]) ** 2) @ axes
+    q = iblr.Gaussian.from_covariance(jnp.full(2, 4000.0), covariance)
+    assert has_endless_ridge(iblr.Target(separable), jnp.ones(2), q)[0]
+    proper = iblr.Target(lambda z: separable(z) - 0.5 * (z**2).sum() / 4000**2)
+    assert not has_endless_ridge(proper, jnp.ones(2), q)[0]
+
+
+def test_rounding_does_not_hide_an_endless_ridge():
+    """At 3e8 a sum of two float32 numbers is off by 16."""
+    data = jnp.linspace(2.0, 4.0, 20)
+    target = lambda z: -0.5 * ((data - z[0] - z[1]) ** 2).sum()  # noqa: E731
+    axes = jnp.array([[1.0, 1.0], [1.0, -1.0]]) / jnp.sqrt(2)
+    factor = jnp.array([0.16, 3e5])[:, None] * axes
+    log_det = 2 * jnp.log(0.16 * 3e5)
+    q = eqx.tree_at(lambda q: (q.factor, q.log_det), iblr.Gaussian.standard(2), (factor, log_det))
+    q = dataclasses.replace(q, mean=jnp.array([2.0, 1.0]))
+    assert has_endless_ridge(iblr.Target(target), jnp.ones(2), q)[0]
+    proper = iblr.Target(lambda z: target(z) - 0.5 * (z**2).sum() / 3e5**2)
+    assert not has_endless_ridge(proper, jnp.ones(2), q)[0]
+
+
+def test_an_improper_region_that_only_a_climb_has_found_is_named():
+    """A Gaussian beside a plateau that begins five standard deviations away and never ends."""
+
+    def plateau(z):
+        far = -12.0 + jax.nn.log_sigmoid(z[0] - 5) - 0.5 * z[1] ** 2
+        return jnp.logaddexp(-0.5 * (z**2).sum(), far)
+
+    posterior = fit(plateau, throw=False)
+    assert posterior.status == Status.improper and posterior.stopped_by == "failure"
+    assert posterior.verdict.startswith("Bad") and np.isnan(posterior.gap_bound)
+    np.testing.assert_allclose(posterior.mean, 0, atol=0.1)
 
 
 def test_a_target_that_is_constant_on_a_support_is_refused():

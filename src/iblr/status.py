@@ -54,10 +54,11 @@ class Status(eqx.Enumeration):
         "`max_seconds=`."
     )
     improper = (
-        "The approximation widened without end: the target seems to be improper, a density whose "
-        "integral, and so the ELBO, is infinite. Look for a parameter without a prior, a sign that "
-        "is wrong, or a density that is flat in some direction; or rescale a parameter whose "
-        "posterior is wider than its start by a factor of 1e8 (1e12 in float64)."
+        "The approximation widened without end, or has an endless way to go: the target seems to "
+        "be improper, a density whose integral, and so the ELBO, is infinite. Look for a parameter "
+        "without a prior, a sign that is wrong, or a density that is flat in some direction; or "
+        "rescale a parameter whose posterior is wider than its start by a factor of 1e8 (1e12 in "
+        "float64)."
     )
     interrupted = (
         "Interrupted from the keyboard; this is the best approximation reached. Pass `state=` of "

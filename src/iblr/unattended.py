@@ -17,7 +17,7 @@ from iblr.estimators import Stl
 from iblr.families.base import AbstractFamily
 from iblr.families.gaussian import Gaussian
 from iblr.history import Progress, Watch
-from iblr.improper import has_endless_ridge
+from iblr.improper import MOST_EVALUATIONS, has_endless_ridge
 from iblr.loop import State
 from iblr.posterior import Posterior, stacked
 from iblr.preflight import POINTS, check_target
@@ -141,7 +141,7 @@ def _fit_one(task: Task, looked: int) -> Posterior:
     if posterior.stopped_by in ("interrupt", "failure"):
         return posterior
     try:
-        return _judged(posterior, task.target, task.key, limit)
+        return _judged(posterior, task, limit)
     except KeyboardInterrupt:
         return dataclasses.replace(
             posterior, status=Status.interrupted, stopped_by="interrupt", diagnosis=None
@@ -212,11 +212,21 @@ def _named_if_improper(posterior: Posterior, task: Task) -> Posterior:
     unsettled = posterior.status in (Status.not_converged, Status.out_of_budget)
     if not unsettled or not bool(jnp.isfinite(q.log_det)):
         return posterior
-    improper, evaluated = has_endless_ridge(task.target, task.family, q)
+    improper, evaluated = has_endless_ridge(task.target, posterior.state.first, q)
     posterior = dataclasses.replace(posterior, num_gradients=posterior.num_gradients + evaluated)
-    if not improper:
-        return posterior
-    return dataclasses.replace(posterior, status=Status.improper, stopped_by="failure")
+    return _improper(posterior) if improper else posterior
+
+
+def _improper(posterior: Posterior) -> Posterior:
+    """A failure, without all that is said of targets which have a mass and a best Gaussian."""
+    return dataclasses.replace(
+        posterior,
+        status=Status.improper,
+        stopped_by="failure",
+        gap_estimate=math.nan,
+        gap_bound=math.nan,
+        diagnosis=None,
+    )
 
 
 def _in_rounds(task: Task, left: int) -> Posterior:
@@ -287,21 +297,24 @@ def _ended(
     )
 
 
-def _judged(posterior: Posterior, target: Target, key: Key[Array, ""], limit: int) -> Posterior:
-    """With a diagnosis, and a look for other modes."""
+def _judged(posterior: Posterior, task: Task, limit: int) -> Posterior:
+    """With a diagnosis, and a look for other modes, one of which may have an endless way to go."""
+    target, key = task.target, task.key
     q, draws = posterior.family, _num_draws(limit)
     diagnosis = examine(target, q, jax.random.fold_in(key, DIAGNOSIS_TAG), draws)
     spent = posterior.num_gradients + evaluations(q, draws)
     climb_key = jax.random.fold_in(key, CLIMB_TAG)
     is_small = q.dim <= REGRESSION_UP_TO
     around = surroundings(q, climb_key) if is_small else None
+    endless = False
     if around is None:
         many = f"{q.dim} coordinates are too many to look for them, so "
         unlooked = f"{'' if is_small else many}compare fits from other starts"
         diagnosis = dataclasses.replace(diagnosis, unlooked=unlooked)
     else:
         elbo = diagnosis.importance.elbo
-        modes, climbs, gradients = look_around(target, q, around, elbo, climb_key, limit - spent)
+        left = limit - spent - min(MOST_EVALUATIONS, (limit - spent) // 4)
+        modes, climbs, gradients = look_around(target, q, around, elbo, climb_key, left)
         diagnosis = dataclasses.replace(
             diagnosis,
             modes=modes,
@@ -310,13 +323,17 @@ def _judged(posterior: Posterior, target: Target, key: Key[Array, ""], limit: in
             unlooked="the budget left nothing for it: give a larger `max_gradients=`",
         )
         spent += gradients
+        if isinstance(posterior.state, Regression):
+            for mode in modes[: (limit - spent) // MOST_EVALUATIONS]:
+                on, evaluated = has_endless_ridge(target, posterior.state.first, mode.family)
+                endless, spent = endless or on, spent + evaluated
     found = diagnosis.importance
     status = posterior.status
     if not math.isfinite(found.elbo):
         status = Status.diverged
     elif around is None and is_one_point(q, climb_key):
         status = Status.inaccurate
-    return dataclasses.replace(
+    posterior = dataclasses.replace(
         posterior,
         elbo=jnp.asarray(found.elbo),
         elbo_se=jnp.asarray(found.elbo_se),
@@ -324,3 +341,4 @@ def _judged(posterior: Posterior, target: Target, key: Key[Array, ""], limit: in
         num_gradients=spent,
         diagnosis=diagnosis,
     )
+    return _improper(posterior) if endless else posterior
