@@ -1,5 +1,6 @@
 """The loop: what it converges to, compiles, repeats, resumes, reports and refuses."""
 
+import dataclasses
 import io
 import sys
 
@@ -318,6 +319,15 @@ def test_the_best_run_of_a_batch_is_a_good_one_with_the_highest_elbo(starts):
     best = good[int(np.argmax(np.asarray(batch.elbo)[good]))]
     assert batch.best.elbo == batch.elbo[best]
     assert_same_bits(batch.best.family, batch[best].family)
+
+
+def test_a_run_that_failed_is_the_best_only_where_none_is_of_use(starts):
+    _, batch = starts
+    kinds = (Status.improper, Status.out_of_budget, Status.not_converged)
+    status = jax.tree.map(lambda *codes: jnp.stack(codes), *kinds)
+    batch = dataclasses.replace(batch, status=status, elbo=jnp.array([9.0, 1.0, 5.0]))
+    assert batch.best.elbo == 1
+    assert dataclasses.replace(batch, elbo=jnp.array([9.0, jnp.nan, 5.0])).best.elbo == 9
 
 
 def test_the_runs_of_a_batch_are_indexed_like_a_list(starts):

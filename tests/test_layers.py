@@ -63,6 +63,7 @@ ORDER = [
     "iblr.tails",
     "iblr.corrected",
     "iblr.verdict",
+    "iblr.summary",
     "iblr.posterior",
     "iblr.plots",
     "iblr.exports",

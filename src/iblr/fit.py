@@ -29,6 +29,7 @@ from iblr.steps import CHUNK, ELBO_DRAWS
 from iblr.target import Target, as_target
 from iblr.told import Settings, fit_as_told
 from iblr.unattended import Task, fit_unattended
+from iblr.verdict import is_usable
 
 
 class FitError(RuntimeError):
@@ -159,10 +160,7 @@ def fit(
 
 
 def _raise_if_failed(posterior: Posterior) -> Posterior:
-    fine = (posterior.status == Status.ok) | (posterior.status == Status.interrupted)
-    fine = fine | (posterior.status == Status.refused_steps)
-    fine = fine | (posterior.status == Status.not_converged)
-    fine = fine | (posterior.status == Status.out_of_budget)
+    fine = is_usable(posterior.status) | (posterior.status == Status.not_converged)
     if bool(jnp.any(fine)):
         return posterior
     message = posterior[0].message if posterior.is_batch else posterior.message

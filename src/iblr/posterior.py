@@ -11,9 +11,10 @@ import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
 from iblr.corrected import Corrected
-from iblr.families.base import AbstractFamily, marginals
+from iblr.families.base import AbstractFamily
 from iblr.status import Status, describe
-from iblr.verdict import Diagnosis, is_hopeless, judge
+from iblr.summary import summary
+from iblr.verdict import Diagnosis, is_usable, judge
 
 COUNTS = ("refused", "limited", "halvings", "excluded")
 OWN_DRAWS_TAG = 10  # apart from the draws of the verdict
@@ -140,12 +141,13 @@ class Posterior(eqx.Module):
 
     @property
     def best(self) -> "Posterior":
-        """The run of a batch with the highest finite ELBO among those that went well."""
+        """The run of a batch with the highest finite ELBO among those that went best."""
         if not self.is_batch:
             return self
-        good = (self.status == Status.ok) & jnp.isfinite(self.elbo)
-        usable = good if bool(good.any()) else jnp.isfinite(self.elbo)
-        return self[int(jnp.argmax(jnp.where(usable, self.elbo, -jnp.inf)))]
+        finite = jnp.isfinite(self.elbo)
+        sets = [(self.status == Status.ok) & finite, is_usable(self.status) & finite]
+        among = next((runs for runs in sets if bool(runs.any())), finite)
+        return self[int(jnp.argmax(jnp.where(among, self.elbo, -jnp.inf)))]
 
     @property
     def message(self) -> str | list[str]:
@@ -218,28 +220,7 @@ class Posterior(eqx.Module):
 
     def summary(self, *, rows: int = 20) -> str:
         """A table in plain words: the fit, then mean, sd and 90 % interval of each parameter."""
-        if self.is_batch:
-            runs = [
-                f"run {i}: ELBO {_elbo_words(self[i])}; {_judged_words(self[i])}"
-                for i in range(len(self))
-            ]
-            return "\n".join([f"{len(self)} runs of {_words(self)}", *runs])
-        structure = self.family.structure
-        trees = marginals(self.family, 0.9)
-        columns = [np.asarray(structure.ravel_point(tree, "summary")) for tree in trees]
-        labels = structure.labels()
-        width = max(len(label) for label in ["parameter", *labels[:rows]])
-        head = f"{'parameter':<{width}} {'mean':>11} {'sd':>11} {'5 %':>11} {'95 %':>11}"
-        verdict = [self.verdict] if self._has_verdict else []
-        told = bool(verdict) and self.diagnosis is None  # by the verdict
-        message = "" if told or is_hopeless(self.status) else f" {self.message}"
-        fit = [_words(self), f"ELBO {_elbo_words(self)} nats.{message}", *_ending_words(self)]
-        lines = [*verdict, *fit, "", head]
-        for label, m, s, low, high in list(zip(labels, *columns, strict=True))[:rows]:
-            lines.append(f"{label:<{width}} {m:>11.4g} {s:>11.4g} {low:>11.4g} {high:>11.4g}")
-        if len(labels) > rows:
-            lines.append(f"... and {len(labels) - rows} more")
-        return "\n".join(lines)
+        return summary(self, rows)
 
     def __str__(self) -> str:
         return self.summary()
@@ -249,15 +230,16 @@ class Posterior(eqx.Module):
     @property
     def verdict(self) -> str:
         """Whether to trust it, in plain words that begin with Good, Fair or Bad."""
-        if self._has_verdict and self.diagnosis is None:
+        if self.has_verdict and self.diagnosis is None:
             return f"Bad: the fit did not end well, {self.message}"
         return judge(self._diagnosed("verdict"), self.status, self.gap_bound)
 
     @property
-    def _has_verdict(self) -> bool:
+    def has_verdict(self) -> bool:
+        """Whether `verdict` has something to say: it was judged, or did not end well."""
         if self.diagnosis is not None or self.is_batch:
             return self.diagnosis is not None
-        return is_hopeless(self.status) or bool(self.status == Status.interrupted)
+        return not bool(is_usable(self.status)) or bool(self.status == Status.interrupted)
 
     @property
     def khat(self) -> float:
@@ -386,46 +368,3 @@ def stacked(runs: Sequence[Posterior]) -> Posterior:
         runs=tuple(runs),
         **fields,
     )
-
-
-def _words(posterior: Posterior) -> str:
-    family = posterior.family
-    counts = f"{posterior.num_steps} steps, {posterior.num_gradients} gradients"
-    found = posterior.diagnosis
-    if found is not None and found.climbs:
-        counts += f" ({found.climb_gradients} of them from {found.climbs} dispersed starts)"
-    number = family.structure.point_dim
-    plural = "" if number == 1 else "s"
-    text = f"{family.name} over {number} parameter{plural}, {counts}, {posterior.seconds:.1f} s"
-    refused, limited = int(np.sum(posterior.refused)), int(np.sum(posterior.limited))
-    if refused:
-        text += f", {refused} steps refused"
-    if limited:
-        text += f", {limited} changes or draws limited by the precision"
-    if np.any(posterior.halvings):
-        text += f", {int(np.sum(posterior.halvings))} halvings"
-    if np.any(posterior.excluded):
-        text += f", {int(np.sum(posterior.excluded))} draws left out"
-    return text
-
-
-def _ending_words(posterior: Posterior) -> list[str]:
-    """Why it ended, how near to the best member that is, and the evidence; each where known."""
-    found, parts = posterior.diagnosis, []
-    if np.isfinite(posterior.gap_bound):
-        parts.append(
-            f"Stopped by {posterior.stopped_by}, at most {posterior.gap_bound:.2g} nats below the "
-            f"best {posterior.family.name} (95 %)."
-        )
-    if found is not None and np.isfinite(found.importance.log_evidence):
-        value, error = posterior.log_evidence, posterior.log_evidence_se
-        parts.append(f"Log evidence {value:.4f} ± {error:.4f}.")
-    return [" ".join(parts)] if parts else []
-
-
-def _judged_words(posterior: Posterior) -> str:
-    return str(posterior.message) if posterior.diagnosis is None else posterior.verdict
-
-
-def _elbo_words(posterior: Posterior) -> str:
-    return f"{float(posterior.elbo):.4f} ± {float(posterior.elbo_se):.4f}"

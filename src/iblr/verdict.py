@@ -195,11 +195,10 @@ def findings(diagnosis: Diagnosis, status: Status, gap_bound: float) -> list[Fin
     return found
 
 
-def is_hopeless(status: Status) -> bool:
-    """Whether a fit that ended so gives nothing to use."""
+def is_usable(status: Status) -> Any:
+    """Whether a fit that ended so gives something to use; one a run, in a batch."""
     usable = (status == Status.ok) | (status == Status.interrupted)
-    usable = usable | (status == Status.refused_steps) | (status == Status.out_of_budget)
-    return not bool(jnp.all(usable))
+    return usable | (status == Status.refused_steps) | (status == Status.out_of_budget)
 
 
 def _of_status(status: Status) -> list[Finding]:
@@ -207,7 +206,7 @@ def _of_status(status: Status) -> list[Finding]:
     if bool(jnp.all(fine)):
         return []
     sentence = describe(status).rstrip(".")
-    grade = "Bad" if is_hopeless(status) else "Fair"
+    grade = "Fair" if bool(jnp.all(is_usable(status))) else "Bad"
     return [Finding(grade, f"the fit did not end well, {sentence}")]
 
 
