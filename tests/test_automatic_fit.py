@@ -90,21 +90,33 @@ def test_every_evaluation_of_the_target_counts():
     assert len(calls) == posterior.num_gradients
 
 
-def test_a_second_fit_compiles_nothing(fitted):
-    compiled = []
+def compilations(call):
+    seen = []
 
     def listen(event, seconds, **_):
         if "backend_compile" in event:
-            compiled.append(event)
+            seen.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        fit(key=jax.random.key(1))
-        assert compiled == []
-        jax.jit(lambda x: x + 3.25)(1.0)  # one that is seen
-        assert compiled
+        call()
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+    return seen
+
+
+def test_a_second_fit_compiles_nothing(fitted):
+    assert compilations(lambda: fit(key=jax.random.key(1))) == []
+    assert compilations(lambda: jax.jit(lambda x: x + 3.25)(1.0))  # one that is seen
+
+
+def test_a_second_fit_with_minibatches_compiles_nothing():
+    rows = jax.random.normal(KEY, (50, 2))
+    likelihood = lambda z, rows: -0.5 * ((rows - z) ** 2).sum()  # noqa: E731
+    target = iblr.Target(log_likelihood=likelihood, data=rows, batch_size=5)
+    options = {"max_gradients": 600, "throw": False}
+    fit(target, **options)
+    assert compilations(lambda: fit(target, key=jax.random.key(1), **options)) == []
 
 
 def test_the_same_key_gives_the_same_bits_wherever_stretches_end(fitted, monkeypatch):
@@ -116,6 +128,7 @@ def test_the_same_key_gives_the_same_bits_wherever_stretches_end(fitted, monkeyp
 def test_a_fit_stopped_by_a_callback_goes_on_with_the_same_bits(fitted):
     part = fit(callback=lambda told: told.num_gradients > 40)
     assert part.stopped_by == "callback" and part.num_steps < fitted.num_steps
+    assert part.status == Status.not_converged and "did not settle" in part.verdict
     whole = fit(state=part.state)
     assert_same_bits(whole.state, fitted.state)
     assert whole.num_steps == fitted.num_steps and whole.num_gradients < fitted.num_gradients
@@ -138,6 +151,27 @@ def test_a_budget_of_gradients_is_kept(limit):
     assert posterior.stopped_by == "max_gradients" and posterior.num_gradients <= limit
     assert posterior.status == Status.out_of_budget or np.isnan(posterior.gap_bound)
     assert posterior.num_gradients > 0.5 * limit
+
+
+@pytest.mark.parametrize("limit", [460, 800, 3000])
+def test_a_budget_is_kept_where_a_widened_gaussian_asks_for_a_look_along_its_axes(limit):
+    calls, widths = [], jnp.array([2e4, 3e4, 4e4, 5e4, 1.0])
+
+    def wide(z):
+        jax.debug.callback(lambda _: calls.append(1), z[0])
+        return -0.5 * ((z / widths) ** 2).sum()
+
+    posterior = fit(wide, init=jnp.zeros(5), max_gradients=limit, tol=1e-9, throw=False)
+    jax.effects_barrier()
+    assert len(calls) == posterior.num_gradients <= limit
+    assert posterior.status != Status.improper
+
+
+@pytest.mark.parametrize("width", [1e6, 1e7])
+def test_a_wide_target_is_not_called_improper_on_the_way_to_it(width):
+    wide = lambda z: -0.5 * (z[0] / width) ** 2 - 0.5 * z[1] ** 2  # noqa: E731
+    assert fit(wide, max_gradients=600).status == Status.not_converged
+    assert fit(wide).verdict.startswith("Good")
 
 
 def test_a_budget_that_is_too_small_to_see_anything_is_refused():
@@ -190,6 +224,71 @@ def test_an_interrupt_during_the_verdict_keeps_the_fit(fitted, monkeypatch):
     assert_same_bits(posterior.state, fitted.state)
     assert posterior.verdict.startswith("Bad: the fit did not end well, interrupted")
     assert str(posterior).startswith(posterior.verdict) and posterior
+
+
+def test_an_interrupt_while_rays_are_followed_keeps_the_fit(monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(unattended, "has_endless_ridge", interrupt)
+    posterior = fit(separable, max_gradients=4000)
+    assert posterior.stopped_by == "interrupt" and posterior.num_gradients > 2000
+
+
+def test_an_interrupt_while_results_are_fetched_leaves_whole_rows(monkeypatch):
+    fetch, stretches = jax.device_get, []
+
+    def interrupt(x):
+        stretches.extend([x] if isinstance(x[-1], automatic.Standing) else [])
+        if len(stretches) == 2:
+            raise KeyboardInterrupt
+        return fetch(x)
+
+    monkeypatch.setattr(automatic.jax, "device_get", interrupt)
+    posterior = fit(tol=1e-5)
+    per_batch = 2 * regression.num_pairs(2)
+    assert posterior.stopped_by == "interrupt"
+    assert posterior.num_steps == len(posterior.trace.step) == int(posterior.state.step) == 4
+    assert posterior.trace.num_gradients[-1] == 4 * per_batch
+
+
+def test_a_second_look_keeps_the_modes_that_were_found():
+    posterior = fit(two_modes, init=jnp.full(1, 8.0))
+    again = iblr.diagnose(posterior, two_modes, key=jax.random.key(5), draws=2000)
+    assert posterior.verdict.startswith("Bad: another region")
+    assert again.verdict.startswith("Bad: another region")
+    assert again.diagnosis.climbs == posterior.diagnosis.climbs and again.diagnosis.modes
+
+
+def test_a_fit_works_while_nans_are_hunted(fitted):
+    with jax.debug_nans(True):
+        assert_same_bits(fit().state, fitted.state)
+
+
+def test_starts_that_cannot_be_computed_with_are_refused():
+    with jax.enable_x64(True):
+        precise = iblr.Gaussian.standard(2)
+    with pytest.raises(ValueError, match="start in float64, but float64 is switched off"):
+        iblr.fit(curved, precise, key=KEY)
+    nowhere = dataclasses.replace(iblr.Gaussian.standard(2), mean=jnp.full(2, jnp.nan))
+    with pytest.raises(ValueError, match="parameters that are nan"):
+        iblr.fit(curved, nowhere, key=KEY)
+    flat = iblr.Gaussian.standard(2)
+    flat = dataclasses.replace(flat, factor=flat.factor.at[1].set(0))
+    with pytest.raises(ValueError, match="covariance is positive definite"):
+        iblr.fit(curved, flat, key=KEY)
+
+
+def test_a_target_is_tried_where_a_state_goes_on(fitted):
+    part = fit(callback=lambda told: told.num_gradients > 40)
+    nowhere = iblr.Gaussian.from_covariance(jnp.full(2, 200.0), jnp.eye(2))  # exp overflows there
+    again = iblr.fit(curved, nowhere, state=part.state, key=KEY)
+    assert_same_bits(again.state, fitted.state)
+
+
+def test_the_states_of_a_batch_are_resumed_one_by_one():
+    with pytest.raises(ValueError, match="resume its runs one by one"), no_type_hook():
+        fit(state=(1, 2), key=jax.random.split(KEY, 2))
 
 
 def test_a_state_needs_no_other_start(fitted):
@@ -250,10 +349,10 @@ def test_an_endless_ridge_is_told_from_a_wide_gaussian():
     wide = iblr.Gaussian.from_covariance(jnp.zeros(2), 1e6 * jnp.array([[1.0, 0.9], [0.9, 1.0]]))
     tilted = iblr.Target(lambda z: jax.nn.log_sigmoid(z[0] + z[1]) - 1e-5 * (z[0] - z[1]) ** 2)
     rays = 2 * 2 * 2  # two axes of q and two of coordinates, both ways
-    assert has_endless_ridge(tilted, first, wide) == (True, 3 * 5 * rays)
-    assert has_endless_ridge(iblr.Target(wide.log_prob), first, wide) == (False, 3 * 5 * rays)
+    assert has_endless_ridge(tilted, first, wide) == (True, 3 * 6 * rays)
+    assert has_endless_ridge(iblr.Target(wide.log_prob), first, wide) == (False, 3 * 6 * rays)
     student = iblr.Target(lambda z: -1.5 * jnp.log1p((z**2).sum() / 1e6))  # Cauchy's
-    assert has_endless_ridge(student, first, wide) == (False, 3 * 5 * rays)
+    assert has_endless_ridge(student, first, wide) == (False, 3 * 6 * rays)
     assert has_endless_ridge(tilted, wide.variances, wide) == (False, 0)
 
 
@@ -387,7 +486,7 @@ def test_a_batch_of_keys_gives_as_many_fits(fitted):
         _ = batch.verdict
     for run in (batch[0], batch[1], batch.best):
         assert run.stopped_by == "tol" and gap(run.family) <= run.gap_bound <= 0.1
-        assert run.verdict[:4] in ("Good", "Fair") and run.trace.elbo.ndim == 1
+        assert run.diagnosis is not None and run.trace.elbo.ndim == 1
     assert "2 runs" in str(batch) and batch[1].verdict in str(batch)
 
 
@@ -583,7 +682,7 @@ def test_another_family_settles_in_rounds_that_double():
     rough = iblr.fit(gamma, iblr.Gamma.standard(2), key=KEY, tol=0.5)
     closer = iblr.fit(gamma, iblr.Gamma.standard(2), key=KEY, tol=1e-7)
     again = iblr.fit(gamma, state=rough.state, key=KEY, tol=1e-7)
-    assert rough.num_steps < closer.num_steps == again.num_steps
+    assert rough.num_steps <= closer.num_steps == again.num_steps
     assert_same_bits(again.family, closer.family)
     looks = settling.ELBO_DRAWS * posterior.num_steps // settling.CHUNK
     assert posterior.num_gradients > 16 * posterior.num_steps + looks
@@ -682,6 +781,12 @@ def test_a_state_is_of_one_family(fitted):
         iblr.fit(correlated, iblr.SkewGaussian.standard(2), key=KEY, state=state)
 
 
+def test_mixtures_that_grow_are_fitted_one_key_at_a_time_without_settings():
+    start = iblr.GaussianMixture.init(jax.random.key(1), "auto", 2)
+    with pytest.raises(ValueError, match="takes a mixture that adapts its size with one key"):
+        iblr.fit(curved, start, key=jax.random.split(KEY, 2))
+
+
 @pytest.mark.slow
 def test_a_mixture_that_grows_goes_on_and_is_judged():
     start = iblr.GaussianMixture.init(jax.random.key(1), "auto", 2, spread=9.0)
@@ -748,7 +853,9 @@ def test_the_gain_is_measured_with_the_same_noise():
     before = iblr.Gaussian.standard(2)
     after = iblr.Gaussian.from_covariance(jnp.full(2, -0.5), jnp.eye(2))
     gain = settling._gain(iblr.Target(curved), before, after, KEY, 1, 0.2, 16)
-    assert gain.standard_error <= 0.05 and gain.evaluations % 1000 == 0
+    lowest = gain.value - settling.QUANTILE * gain.standard_error
+    assert gain.standard_error <= 0.2 / 4 or lowest > 0.2  # it is told from `tol`
+    assert gain.evaluations % 1000 == 0
     assert abs(gain.value - gap(before)) < 5 * gain.standard_error
     values = settling._differences(iblr.Target(curved), before, after, KEY)
     assert agrees(values[:, None], np.array([gap(before)]))

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int
 from iblr import regression
 from iblr.compiling import quickly_compiled
 from iblr.history import Progress, Watch
+from iblr.improper import largest_growth
 from iblr.posterior import Posterior, Trace
 from iblr.regression import Regression
 from iblr.status import Status
@@ -25,7 +26,6 @@ from iblr.target import Target
 
 FIRST_STRETCH, STRETCH = 4, 32
 SECONDS = 0.5  # that a stretch should take
-LARGEST_GROWTH = {4: 1e8, 8: 1e12}  # of standard deviations, by the bytes of a number
 MOST_NARROWINGS = 100
 
 
@@ -58,7 +58,7 @@ class Budget(NamedTuple):
 
 def _broken(state: Regression) -> Bool[Array, ""]:
     """Whether the target is improper, not finite anywhere near, or beyond the precision."""
-    limit = LARGEST_GROWTH[jnp.dtype(state.family.dtype).itemsize]
+    limit = largest_growth(state.family.dtype)
     finite = jnp.isfinite(state.family.log_det) & jnp.isfinite(state.family.mean).all()
     return (state.growth > limit) | (state.narrowed > MOST_NARROWINGS) | ~finite
 
@@ -105,10 +105,12 @@ def fit_by_regression(state: Regression, target: Target, budget: Budget, watch: 
         while reason is None:
             begun = time.perf_counter()
             limit = min(limit, last - step)
-            state, found, standing = stretch(state, target, tol, np.int32(limit))
-            found, standing = jax.device_get((found, standing))
-            history.append(Found(*(part[: standing.step - step] for part in found)))
-            step, now = int(standing.step), time.perf_counter()
+            after = stretch(state, target, tol, np.int32(limit))
+            found, now = jax.device_get(after[1:])
+            rows = Found(*(part[: now.step - step] for part in found))
+            state, standing, step = after[0], now, int(now.step)
+            history.append(rows)
+            ended = time.perf_counter()
             told = Progress(
                 step=step,
                 num_steps=last,
@@ -122,8 +124,8 @@ def fit_by_regression(state: Regression, target: Target, budget: Budget, watch: 
                 gap=float(standing.gap),
             )
             stopped = watch.tell(told)
-            reason = _reason(standing, last, budget, now) or ("callback" if stopped else None)
-            limit = _next_limit(limit, now - begun, budget.deadline - now)
+            reason = _reason(standing, last, budget, ended) or ("callback" if stopped else None)
+            limit = _next_limit(limit, ended - begun, budget.deadline - ended)
     except KeyboardInterrupt:
         reason = "interrupt"
     found = Found(*(np.concatenate(parts) for parts in zip(*history, strict=True)))
@@ -161,7 +163,8 @@ def _posterior(
 ) -> Posterior:
     per_step = 2 * regression.num_pairs(state.family.dim)
     steps = first + 1 + np.arange(len(found.elbo))
-    gap, bound = (np.inf, np.inf) if standing is None else (standing.gap, standing.bound)
+    unknown = standing is None or stopped_by == "failure"
+    gap, bound = (np.inf, np.inf) if unknown else (standing.gap, standing.bound)
     none = np.zeros((), int)
     status = _status(standing, stopped_by)
     best = state.trusted.family if status == Status.not_converged else state.family
@@ -200,6 +203,6 @@ def _status(standing: Standing | None, stopped_by: str) -> Status:
     if stopped_by == "failure":
         nowhere_finite = standing.narrowed > MOST_NARROWINGS
         return Status.nonfinite if nowhere_finite else Status.improper
-    if stopped_by in ("tol", "callback"):
-        return Status.ok
-    return Status.out_of_budget if np.isfinite(standing.bound) else Status.not_converged
+    if not np.isfinite(standing.bound):
+        return Status.not_converged
+    return Status.ok if stopped_by in ("tol", "callback") else Status.out_of_budget

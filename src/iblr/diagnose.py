@@ -42,6 +42,8 @@ def diagnose(
 ) -> Posterior:
     """The posterior with a `diagnosis`: `verdict`, `khat`, `log_evidence` and `corrected`.
 
+    Modes that a fit without settings has found, or looked for, are kept.
+
     Args:
         posterior: one run.
         target: what it was fitted to. With minibatches, all rows are evaluated at every draw.
@@ -63,4 +65,9 @@ def diagnose(
             "`diagnose(posterior, ...)` needs one run, but this posterior holds a batch. Write "
             "`diagnose(posterior.best, ...)` or `diagnose(posterior[i], ...)`."
         )
-    return dataclasses.replace(posterior, diagnosis=examine(target, posterior.family, key, draws))
+    found, before = examine(target, posterior.family, key, draws), posterior.diagnosis
+    if before is not None:  # what was seen from elsewhere stays seen
+        looked = ("modes", "climbs", "climb_gradients", "unlooked")
+        seen = {name: getattr(before, name) for name in looked}
+        found = dataclasses.replace(found, **seen)
+    return dataclasses.replace(posterior, diagnosis=found)

@@ -112,7 +112,8 @@ def fit(
         elbo_draws: with settings, draws for each of those looks.
 
     Returns:
-        A `Posterior`. Interrupted from the keyboard, the best approximation reached.
+        A `Posterior`. Interrupted from the keyboard, the best approximation reached (of a batch
+        without settings, the runs so far).
 
     Example:
         >>> import iblr, jax, jax.numpy as jnp
@@ -132,6 +133,12 @@ def fit(
     """
     started = time.perf_counter()
     target = as_target(target, "fit")
+    if isinstance(state, tuple):
+        raise ValueError(
+            "`fit(state=...)` without settings goes on with one run, but got the states of a "
+            "batch. Index the posterior and resume its runs one by one: "
+            "`fit(..., state=posterior[0].state, key=keys[0])`."
+        )
     if family is None and init is None and isinstance(state, Regression | Settling | Rounds):
         family = state.family
     start = starting_family(family, init, support)
@@ -142,9 +149,8 @@ def fit(
     settings = Settings(estimator, step_size, num_steps, momentum, trust_region, rule)
     watch = Watch(callback, ProgressLine(progress), started)
     try:
-        # A batch of mixtures that grow is one program, with one number of components.
-        together = key.ndim > 0 and (start.growth is not None or isinstance(state, Rounds))
-        if settings.say_nothing and not together and not isinstance(state, State):
+        resumed_batch = key.ndim > 0 and isinstance(state, Rounds)  # which came from settings
+        if settings.say_nothing and not resumed_batch and not isinstance(state, State):
             posterior = fit_unattended(
                 Task(target, start, key, state, tol, max_gradients, max_seconds, watch)
             )

@@ -4,11 +4,14 @@ A target that is flat on both sides of q makes it double its width with every ba
 the fit. Where the target falls on one side, q widens for as long as the fit lasts. So after a fit
 that did not settle, and where a climb has found another region, rays are followed from the mean
 there, along the axes of the Gaussian there and of the parameters in which it is most of all wider
-than the start. At 10 to 1000 standard deviations two steps across the ray go back to the ridge, the
-first Newton's with the precision of that Gaussian, the second with the curvature that the first has
-met (Barzilai & Borwein 1988), and the ray goes on through the highest point. Where p(s) s never
-falls with the distance s, the integral of p over log s grows with every further decade.
+than the start: from 10 standard deviations to 1000, or to the width beyond which any target counts
+as improper. At every distance two steps across the ray go back to the ridge, the first Newton's
+with the precision of that Gaussian, the second with the curvature that the first has met (Barzilai
+& Borwein 1988), and the ray goes on through the highest point. Where p(s) s never falls with the
+distance s, the integral of p over log s grows with every further decade.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +25,18 @@ from iblr.target import Target
 
 MOST_AXES = 4  # of each kind, each followed both ways
 WIDENED = 100.0  # times the standard deviation of the start: else q has no endless ridge
-DISTANCES = np.array([10.0, 30.0, 100.0, 300.0, 1000.0])
+NEAREST, LEAST_REACH = 10.0, 1000.0  # standard deviations
+LARGEST_GROWTH = {4: 1e8, 8: 1e12}  # of standard deviations, by the bytes of a number
+DISTANCES = 6
 STEPS = 2
 FEWEST = 3  # distances at which the target is finite
-MOST_EVALUATIONS = 4 * MOST_AXES * len(DISTANCES) * (STEPS + 1)
+LARGEST_RISE = 3.0  # nats along a ray
+MOST_EVALUATIONS = 4 * MOST_AXES * DISTANCES * (STEPS + 1)
+
+
+def largest_growth(dtype: Any) -> float:
+    """Of standard deviations, beyond which a target counts as improper."""
+    return LARGEST_GROWTH[jnp.dtype(dtype).itemsize]
 
 
 def has_endless_ridge(target: Target, first: Float[Array, " d"], q: Gaussian) -> tuple[bool, int]:
@@ -36,15 +47,17 @@ def has_endless_ridge(target: Target, first: Float[Array, " d"], q: Gaussian) ->
         first: variances of the start.
         q: from where and how wide to look.
     """
-    ways = _widened_axes(np.sqrt(np.asarray(first, float)), np.asarray(q.factor, float))
+    first, factor = np.sqrt(np.asarray(first, float)), np.asarray(q.factor, float)
+    ways = _widened_axes(first, factor)
     if not len(ways):
         return False, 0
-    whitened = np.linalg.lstsq(np.asarray(q.factor, float).T, ways.T)[0].T
+    whitened = np.linalg.lstsq(factor.T, ways.T)[0].T
     along = whitened / np.linalg.norm(whitened, axis=1, keepdims=True)
-    ways, along = jnp.asarray(ways, q.dtype), jnp.asarray(along, q.dtype)
-    found = jax.device_get(_on_the_ridge(with_all_rows(target), q, ways, along))
-    values, rounding = (np.asarray(x, float) for x in found)
-    improper = any(map(_never_falls, values, rounding))
+    reach = largest_growth(q.dtype) / np.linalg.norm(ways / first, axis=1)
+    distances = np.geomspace(NEAREST, np.maximum(reach, LEAST_REACH), DISTANCES, axis=1)
+    rays = (jnp.asarray(x, q.dtype) for x in (ways, along, distances))
+    values, rounding = jax.device_get(_on_the_ridge(with_all_rows(target), q, *rays))
+    improper = any(map(_never_falls, values.astype(float), rounding.astype(float), distances))
     return improper, (STEPS + 1) * values.size
 
 
@@ -59,25 +72,33 @@ def _widened_axes(first: np.ndarray, factor: np.ndarray) -> np.ndarray:
     return np.concatenate([ways, -ways])
 
 
-def _never_falls(log_p: np.ndarray, rounding: np.ndarray) -> bool:
+def _never_falls(values: np.ndarray, rounding: np.ndarray, distances: np.ndarray) -> bool:
     """Whether p(s) s does not, as far as p is finite, by more than rounding may do."""
-    known = np.isfinite(log_p)
-    first = len(log_p) if known.all() else int(np.argmin(known))
-    mass = (log_p + np.log(DISTANCES))[:first]
-    slack = rounding[:first]
-    return first >= FEWEST and bool((np.diff(mass) + slack[1:] + slack[:-1] >= 0).all())
+    known = np.isfinite(values)
+    number = len(values) if known.all() else int(np.argmin(known))
+    values, rounding, distances = values[:number], rounding[:number], distances[:number]
+    if number < FEWEST:
+        return False
+    if number < DISTANCES and values[-1] - values[0] > LARGEST_RISE:
+        return False  # on its way to where the target is, which may be where p was not finite
+    gained = np.diff(values + np.log(distances)) + rounding[1:] + rounding[:-1]
+    return bool((gained >= 0).all())
 
 
 @quickly_compiled
 def _on_the_ridge(
-    target: Target, q: Gaussian, ways: Float[Array, "n d"], along: Float[Array, "n d"]
+    target: Target,
+    q: Gaussian,
+    ways: Float[Array, "n d"],
+    along: Float[Array, "n d"],
+    distances: Float[Array, "n m"],
 ) -> tuple[Float[Array, "n m"], Float[Array, "n m"]]:
     """log p at every distance along every ray, and what the rounding of points does to it."""
     evaluate = jax.value_and_grad(target.whole(q.structure, target.data))
     lowest, unit = jnp.full((), -jnp.inf, q.dtype), jnp.finfo(q.dtype).eps
 
-    def followed(ray: tuple[Array, Array]) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
-        way, along = ray
+    def followed(ray: tuple[Array, ...]) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+        way, along, distances = ray
 
         def at(way: Float[Array, " d"], distance: Float[Array, ""]):
             """The highest point found at a distance, as a way of length one from the mean."""
@@ -96,6 +117,6 @@ def _on_the_ridge(
                 point = point + q.colour(step[None])[0]
             return best, (highest, rounding)
 
-        return jax.lax.scan(at, way, jnp.asarray(DISTANCES, q.dtype))[1]
+        return jax.lax.scan(at, way, distances)[1]
 
-    return jax.lax.map(followed, (ways, along))
+    return jax.lax.map(followed, (ways, along, distances))

@@ -5,6 +5,7 @@ import os
 import warnings
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +22,21 @@ SHARE = 0.5  # of the memory
 
 def starting_family(family: Any, init: Any, support: Any, call: str = "fit") -> AbstractFamily:
     """The family to start from, whichever way a user gave it."""
+    start = _given(family, init, support, call)
+    if not isinstance(start, AbstractFamily):
+        return start  # the call refuses what is none
+    if start.dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
+        raise ValueError(
+            f"`{call}` got a start in float64, but float64 is switched off. Call it inside of "
+            "`with jax.enable_x64(True):`, as the start was made."
+        )
+    numbers = jax.tree.leaves(eqx.filter(start, eqx.is_inexact_array))
+    if any(np.isnan(leaf).any() for leaf in numbers):
+        raise ValueError(f"`{call}` got a start with parameters that are nan: {numbers}.")
+    return start
+
+
+def _given(family: Any, init: Any, support: Any, call: str) -> AbstractFamily:
     if init is None:
         if family is None:
             raise ValueError(
@@ -28,7 +44,7 @@ def starting_family(family: Any, init: Any, support: Any, call: str = "fit") -> 
                 "`iblr.Gaussian.standard(10)`."
             )
         if support is None or not isinstance(family, AbstractFamily):
-            return family  # the call refuses what is none
+            return family
         return family.with_support(support)
     if family is not None and not isinstance(family, AbstractFamily | type):
         raise ValueError(
@@ -97,7 +113,7 @@ def _affordable(dim: int, dtype: Any) -> type:
     warnings.warn(
         f"`fit` takes a diagonal Gaussian: a full one over {dim} parameters would need some "
         f"{needed / 1e9:.0f} GB, and there are {there / 1e9:.0f}.",
-        stacklevel=5,
+        stacklevel=6,
     )
     return DiagonalGaussian
 

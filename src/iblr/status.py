@@ -45,7 +45,7 @@ class Status(eqx.Enumeration):
         "`trust_region=True`, or a start nearer to the posterior."
     )
     not_converged = (
-        "It did not settle within the given budget. Give it more (`num_steps=`, `max_gradients=`, "
+        "It did not settle before it was stopped. Give it more (`num_steps=`, `max_gradients=`, "
         "`max_seconds=`), or a start nearer to the posterior."
     )
     out_of_budget = (

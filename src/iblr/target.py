@@ -6,6 +6,7 @@ A prior given as a function is sampled with the rest; the term of one given as a
 closed form, and `Rep`, `Hess` and the ELBO use it so (`Stl` and `Secant` say why they do not).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -196,6 +197,7 @@ def _precision() -> str:
     return options.jax_default_matmul_precision or "highest"
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def distinct_rows(key: Key[Array, ""], num_data: int, count: int) -> Int[Array, " count"]:
     """A uniformly random set of `count` of `num_data` rows.
 

@@ -17,7 +17,7 @@ from iblr.estimators import Stl
 from iblr.families.base import AbstractFamily
 from iblr.families.gaussian import Gaussian
 from iblr.history import Progress, Watch
-from iblr.improper import MOST_EVALUATIONS, has_endless_ridge
+from iblr.improper import MOST_EVALUATIONS, has_endless_ridge, largest_growth
 from iblr.loop import State
 from iblr.posterior import Posterior, stacked
 from iblr.preflight import POINTS, check_target
@@ -27,6 +27,7 @@ from iblr.status import Status
 from iblr.steps import CHUNK, ELBO_DRAWS, take_steps
 from iblr.target import Target
 from iblr.told import Settings, fit_as_told
+from iblr.verdict import LARGEST_MODE, Mode
 
 REGRESSION_UP_TO = 1000  # coordinates: a batch takes O(d^3)
 MAX_GRADIENTS, MAX_GRADIENTS_EACH, MAX_GRADIENTS_SETTLING = 20_000, 200, 400_000
@@ -60,13 +61,26 @@ def fit_unattended(task: Task) -> Posterior:
     """One fit, or one a key."""
     family, key = task.family, task.key
     if family.growth is None:  # else it is checked where it is told
-        check_target(task.target, family, key)
+        now = getattr(task.state, "family", None)
+        check_target(task.target, family if now is None else now, key)
+    with jax.debug_nans(False):  # what is not finite is left out, and nan says that it was
+        return _fit_all(task)
+
+
+def _fit_all(task: Task) -> Posterior:
+    family, key = task.family, task.key
     if key.ndim == 0:
         return _fit_one(task, _looked(family))
     if task.state is not None:
         raise ValueError(
             "`fit(state=...)` without settings goes on with one run, but got a batch of keys. "
             "Index the posterior and resume its runs one by one."
+        )
+    if family.growth is not None:
+        raise ValueError(
+            "`fit` without settings takes a mixture that adapts its size with one key, as every "
+            "run ends with components of its own, but got a batch of keys. Fit one key after the "
+            "other, or give a setting, such as `num_steps=2000`, for runs that share their number."
         )
     starts = [
         jax.tree.map(lambda x, run=run: x[run], family) if family.batch_shape else family
@@ -141,7 +155,8 @@ def _fit_one(task: Task, looked: int) -> Posterior:
     if posterior.stopped_by in ("interrupt", "failure"):
         return posterior
     try:
-        return _judged(posterior, task, limit)
+        posterior = _named_if_improper(posterior, task, limit)
+        return posterior if posterior.stopped_by == "failure" else _judged(posterior, task, limit)
     except KeyboardInterrupt:
         return dataclasses.replace(
             posterior, status=Status.interrupted, stopped_by="interrupt", diagnosis=None
@@ -202,15 +217,17 @@ def _by_regression(task: Task, left: int) -> Posterior:
     fresh = task.state is None
     now = regression.begin(family, task.key) if fresh else _resumed(task, Regression)
     budget = automatic.Budget(task.tol, left // per_step, task.deadline)
-    posterior = automatic.fit_by_regression(now, task.target, budget, task.watch)
-    return _named_if_improper(posterior, task)
+    return automatic.fit_by_regression(now, task.target, budget, task.watch)
 
 
-def _named_if_improper(posterior: Posterior, task: Task) -> Posterior:
+def _named_if_improper(posterior: Posterior, task: Task, limit: int) -> Posterior:
     """A fit that did not settle may have an endless way to go."""
     q: Any = posterior.family
     unsettled = posterior.status in (Status.not_converged, Status.out_of_budget)
-    if not unsettled or not bool(jnp.isfinite(q.log_det)):
+    if not unsettled or not isinstance(posterior.state, Regression):
+        return posterior
+    spent = posterior.num_gradients + evaluations(q, _num_draws(limit))
+    if limit - spent < MOST_EVALUATIONS or not bool(jnp.isfinite(q.log_det)):
         return posterior
     improper, evaluated = has_endless_ridge(task.target, posterior.state.first, q)
     posterior = dataclasses.replace(posterior, num_gradients=posterior.num_gradients + evaluated)
@@ -287,6 +304,8 @@ def _ended(
     wider = jnp.max(posterior.family.standard_deviations / start.standard_deviations)
     if float(wider) > (WIDEST if stopped_by == "failure" else WIDEST**2):
         stopped_by, status = "failure", Status.improper
+    elif stopped_by == "callback" and math.isnan(posterior.gap_bound):
+        status = Status.not_converged
     elif stopped_by in ("max_gradients", "max_seconds"):
         ended_well = posterior.status == Status.ok
         status = Status.where(jnp.asarray(ended_well), Status.out_of_budget, posterior.status)
@@ -295,6 +314,12 @@ def _ended(
     return dataclasses.replace(
         posterior, stopped_by=stopped_by, num_gradients=num_gradients, status=status
     )
+
+
+def _large_enough(modes: tuple[Mode, ...], q: AbstractFamily) -> list[Mode]:
+    """Those that would matter if they went on as far as a target may before it is improper."""
+    wider = math.log(largest_growth(q.dtype))
+    return [mode for mode in modes if mode.log_mass + wider > math.log(LARGEST_MODE)]
 
 
 def _judged(posterior: Posterior, task: Task, limit: int) -> Posterior:
@@ -313,7 +338,8 @@ def _judged(posterior: Posterior, task: Task, limit: int) -> Posterior:
         diagnosis = dataclasses.replace(diagnosis, unlooked=unlooked)
     else:
         elbo = diagnosis.importance.elbo
-        left = limit - spent - min(MOST_EVALUATIONS, (limit - spent) // 4)
+        left = limit - spent
+        left -= MOST_EVALUATIONS if left > 3 * MOST_EVALUATIONS else 0
         modes, climbs, gradients = look_around(target, q, around, elbo, climb_key, left)
         diagnosis = dataclasses.replace(
             diagnosis,
@@ -324,7 +350,7 @@ def _judged(posterior: Posterior, task: Task, limit: int) -> Posterior:
         )
         spent += gradients
         if isinstance(posterior.state, Regression):
-            for mode in modes[: (limit - spent) // MOST_EVALUATIONS]:
+            for mode in _large_enough(modes, q)[: (limit - spent) // MOST_EVALUATIONS]:
                 on, evaluated = has_endless_ridge(target, posterior.state.first, mode.family)
                 endless, spent = endless or on, spent + evaluated
     found = diagnosis.importance

@@ -157,6 +157,10 @@ def begin(family: Gaussian, key: Key[Array, ""]) -> Regression:
     P = num_pairs(d)
     n = max(4, math.ceil(3 * d / P))
     factor, whole = np.asarray(family.factor), jnp.asarray(np.zeros((), np.int32))
+    if not np.isfinite(np.linalg.slogdet(factor)[1]):
+        raise ValueError(
+            f"`fit` needs a start whose covariance is positive definite, but got the root {factor}."
+        )
 
     def zeros(*shape: int) -> Array:
         return jnp.asarray(np.zeros(shape, dtype))
