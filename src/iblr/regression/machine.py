@@ -53,7 +53,8 @@ def advance(state: Regression, target: Target) -> tuple[Regression, Look]:
     state = dataclasses.replace(state, trusted=_trusted(state, found))
     after = jax.lax.cond(usable, _solve, lambda state, _: _narrowed(state), state, found)
     finite = jnp.isfinite(after.family.log_det) & jnp.isfinite(after.family.mean).all()
-    lost = state.trusted.doubts >= max(DOUBTS, math.ceil(DOUBTFUL_PAIRS / P))
+    patience = max(DOUBTS, math.ceil(DOUBTFUL_PAIRS / P))
+    lost = state.trusted.doubts >= jnp.where(state.radius > 1, 1, patience)
     after = jax.lax.cond(finite, lambda: after, lambda: _restarted(_narrowed(state)))
     after = jax.lax.cond(lost, lambda: _reverted(state), lambda: after)
     return dataclasses.replace(after, step=state.step + 1), found
@@ -148,6 +149,7 @@ def _moved(
     inverse = jnp.where(near, better, inverse)
     mean = family.mean - matmul(shrink * step, factor)
     log_det = family.log_det - jnp.log(precision).sum()
+    moved = 0.5 * jnp.sum(precision - 1 - jnp.log(precision)) + 0.5 * jnp.sum((shrink * step) ** 2)
     radius = jnp.where((shrink < 1) & reliable, 2 * radius, radius)
     radius = jnp.where(shrink < 1, radius, jnp.maximum(1, radius / 2))
     return dataclasses.replace(
@@ -155,6 +157,7 @@ def _moved(
         family=dataclasses.replace(family, mean=mean, factor=factor, log_det=log_det),
         inverse=inverse,
         radius=radius,
+        moved=moved,
         last=base,
         lead=seen.gradients.mean(0),
         narrowed=jnp.zeros_like(state.narrowed),

@@ -22,8 +22,9 @@ EXTREMES = 64
 NUDGE = 1e-3  # standard deviations
 # The true gap over the estimated one is a mean of d (d + 3) / 2 squares of normal numbers, if noise
 # is all there is; as measured on targets of exact ELBOs, 95 % of ratios lie below SPREAD times the
-# quantile of that where many pairs of light tails were seen, higher with few or heavy-tailed ones.
-SPREAD, FEW, HEAVY = 1.8, 200.0, 3.6
+# quantile of that where many pairs of light tails were seen, higher with few or heavy-tailed ones,
+# of which there must be more in few dimensions, where few residuals are all that tells of tails.
+SPREAD, FEW, FEW_DIMENSIONS, HEAVY = 1.8, 200.0, 4.0, 3.6
 
 
 class Trusted(NamedTuple):
@@ -66,6 +67,7 @@ class Regression(eqx.Module):
         radial: what the finish tells of the scale of q as a whole.
         usual: score of q in the finish.
         last: score of q one step before.
+        moved: nats by which the last step moved q.
         radius: bound on a step of the mean, in units of sqrt(d) standard deviations.
         lead: the last gradient, whitened: the direction to look into.
         narrowed: how often in a row q was narrowed.
@@ -91,6 +93,7 @@ class Regression(eqx.Module):
     radial: Radial
     usual: Float[Array, ""]
     last: Float[Array, ""]
+    moved: Float[Array, ""]
     radius: Float[Array, ""]
     lead: Float[Array, " d"]
     narrowed: Int[Array, ""]
@@ -115,11 +118,15 @@ class Regression(eqx.Module):
 
     @property
     def gap(self) -> Float[Array, ""]:
-        """Nats that q is estimated to lack of the best Gaussian; infinite before the finish."""
+        """Nats that q is estimated to lack of the best Gaussian; infinite before the finish.
+
+        What is left of the noise, and what the last step did: only of a q that has come to rest
+        does noise tell all.
+        """
         pairs = self.effective * self.memory.offset.shape[1]
         d = self.family.dim
         gap = 0.5 * self.noise[0] / pairs + 0.125 * (d + 1) * self.noise[1] / pairs
-        gap = gap + self.scale.gap
+        gap = gap + self.scale.gap + self.moved
         return jnp.where(self.calm >= CALM + MEASURED, gap, jnp.inf)
 
     @property
@@ -127,7 +134,8 @@ class Regression(eqx.Module):
         """Nats that q lacks with a probability of 95 %, see `SPREAD`, `FEW` and `HEAVY`."""
         pairs = (self.calm - CALM).clip(1) * self.memory.offset.shape[1]
         spread = SPREAD * _mean_square_quantile(self.family.dim * (self.family.dim + 3) // 2)
-        factor = spread * (1 + FEW / pairs) * jnp.exp(HEAVY * (self.tail - 0.9).clip(0, 1))
+        few = FEW * (1 + FEW_DIMENSIONS / self.family.dim)
+        factor = spread * (1 + few / pairs) * jnp.exp(HEAVY * (self.tail - 0.9).clip(0, 1))
         dtype = self.family.dtype
         return factor.astype(dtype) * self.gap + self.family.dim * jnp.finfo(dtype).eps
 
@@ -189,6 +197,7 @@ def begin(family: Gaussian, key: Key[Array, ""]) -> Regression:
         radial=Radial(*[zeros()] * 6),
         usual=zeros(),
         last=jnp.asarray(np.full((), np.inf, dtype)),
+        moved=zeros(),
         radius=jnp.asarray(np.ones((), dtype)),
         lead=zeros(d),
         narrowed=whole,
