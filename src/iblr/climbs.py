@@ -13,6 +13,7 @@ mode; it may lie around q, if it is wider.
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -91,6 +92,15 @@ def _real_coordinates(q: AbstractFamily) -> Structure | None:
     return q.structure if is_real else None
 
 
+class Seen(NamedTuple):
+    """Other modes, the climbs that were made and those that were not, and their gradients."""
+
+    modes: tuple[Mode, ...]
+    climbs: int
+    left_out: int
+    gradients: int
+
+
 def look_around(
     target: Target,
     q: AbstractFamily,
@@ -98,8 +108,8 @@ def look_around(
     elbo: float,
     key: Key[Array, ""],
     max_gradients: int,
-) -> tuple[tuple[Mode, ...], int, int]:
-    """Modes that q misses, the number of starts around it, and the gradients they took."""
+) -> Seen:
+    """Modes that q misses, from as many starts around it as gradients allow."""
     if target.exact_prior is not None and around.structure != q.structure:
         temperature = float(target.temperature)
         prior = target.exact_prior.log_prob  # of points, whatever their coordinates
@@ -107,7 +117,8 @@ def look_around(
     modes: list[Mode] = []
     climbs = spent = 0
     per_batch = 2 * regression.num_pairs(q.dim)
-    for index, start in enumerate(_starts(around, key)):
+    starts = _starts(around, key)
+    for index, start in enumerate(starts):
         patience = min(PATIENCE, (max_gradients - spent) // per_batch)
         if patience < FEWEST:
             break
@@ -119,7 +130,7 @@ def look_around(
             continue
         mode = mode.without(float(_held(q, mode.family, jax.random.fold_in(key, HELD_TAG))))
         modes += [] if mode is None else [mode]
-    return tuple(modes), climbs, spent
+    return Seen(tuple(modes), climbs, len(starts) - climbs, spent)
 
 
 @eqx.filter_jit
@@ -165,7 +176,8 @@ def _climb(
         if step + AT_ONCE > patience:
             log_mass = float(np.mean(found.elbo[:AT_ONCE])) - elbo
             found_one = math.isfinite(log_mass)
-            return (Mode(distance, log_mass, state.family) if found_one else None), step
+            mode = Mode(distance, log_mass, state.family, width)
+            return (mode if found_one else None), step
 
 
 def _seen_from(q: Gaussian, other: Gaussian) -> tuple[float, float]:

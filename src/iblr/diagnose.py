@@ -67,7 +67,7 @@ def diagnose(
         )
     found, before = examine(target, posterior.family, key, draws), posterior.diagnosis
     if before is not None:  # what was seen from elsewhere stays seen
-        looked = ("modes", "climbs", "climb_gradients", "unlooked")
+        looked = ("modes", "climbs", "left_out", "climb_gradients", "unlooked")
         seen = {name: getattr(before, name) for name in looked}
         found = dataclasses.replace(found, **seen)
     return dataclasses.replace(posterior, diagnosis=found)

@@ -340,17 +340,18 @@ def _judged(posterior: Posterior, task: Task, limit: int) -> Posterior:
         elbo = diagnosis.importance.elbo
         left = limit - spent
         left -= MOST_EVALUATIONS if left > 3 * MOST_EVALUATIONS else 0
-        modes, climbs, gradients = look_around(target, q, around, elbo, climb_key, left)
+        seen = look_around(target, q, around, elbo, climb_key, left)
         diagnosis = dataclasses.replace(
             diagnosis,
-            modes=modes,
-            climbs=climbs,
-            climb_gradients=gradients,
-            unlooked="the budget left nothing for it: give a larger `max_gradients=`",
+            modes=seen.modes,
+            climbs=seen.climbs,
+            left_out=seen.left_out,
+            climb_gradients=seen.gradients,
+            unlooked="give a larger `max_gradients=`",
         )
-        spent += gradients
+        spent += seen.gradients
         if isinstance(posterior.state, Regression):
-            for mode in _large_enough(modes, q)[: (limit - spent) // MOST_EVALUATIONS]:
+            for mode in _large_enough(seen.modes, q)[: (limit - spent) // MOST_EVALUATIONS]:
                 on, evaluated = has_endless_ridge(target, posterior.state.first, mode.family)
                 endless, spent = endless or on, spent + evaluated
     found = diagnosis.importance

@@ -4,12 +4,14 @@ Every finding is Good, Fair or Bad, and the worst of them is the verdict:
 
     Bad     the fit failed, or the ELBO is not finite; the target is nan or +inf at more than a
             hundredth of the draws, or not finite at more than a tenth
-    Bad     another region holds more than a hundredth of the mass
+    Bad     another region holds more than a hundredth of the mass, or less, but so far out that a
+            standard deviation is half as large again, or more
     Bad     k-hat of 0.7 or more, or one that cannot be told: the variances are not to be trusted,
             nor any correction of them; only Fair where that is within one standard error of 0.7
             (0.17 for a thousand draws), or it is at most 1 and the weighted draws are worth four
             fifths of all, if the KL is as small as for Good and the tails, where they were looked
-            at, are not heavy
+            at, are not heavy; or, where they were, the weighted draws are worth 95 % of all: then
+            few weights are in the tail, and the largest of a thousand tell nothing of its shape
     Bad     tails: the target has a hundredth of its mass where a Gaussian q has 1e-4 (`iblr.tails`)
     Bad     a mean is off by more than half a standard deviation, or a standard deviation by more
             than half of itself
@@ -23,8 +25,10 @@ Every finding is Good, Fair or Bad, and the worst of them is the verdict:
     Fair    KL(q || p) above 0.1 nats, or above 0.01 for every coordinate if that is more (*)
     Fair    the best member of the family may be more than 0.1 nats better: `gap_bound`; or that is
             not known, since a budget was spent
-    Fair    the fit was interrupted, or refused many steps; a draw at which the target is nan
-    Fair    other modes were not looked for: weights cannot see one in which q has no draws
+    Fair    the fit was interrupted (Bad if that was before the verdict), or refused many steps; a
+            draw at which the target is nan
+    Fair    other modes were not looked for, or not from all starts: weights cannot see one in which
+            q has no draws; or one makes a standard deviation larger by a tenth
     Good    none of these
 
 The bands of k-hat are those of Vehtari et al. (2024) and of Yao et al. (2018). A KL of 0.01 nats in
@@ -64,7 +68,7 @@ LARGEST_MODE = 0.01
 AROUND = 1.0  # standard deviations of q
 HALF = 0.5
 LARGEST_SHARE_UNDEFINED, LARGEST_SHARE_EXCLUDED = 0.01, 0.1
-NEARLY_ALL, ALL_BUT_FEW = 0.8, 0.98
+NEARLY_ALL, MOST, ALL_BUT_FEW = 0.8, 0.95, 0.98
 NO_MEAN = 1.0  # k-hat beyond which weights have no mean
 COARSE, MANY_TIMES = 0.05, 20  # nats to which log p is rounded, and what they may add up to
 GRADES = ("Bad", "Fair", "Good")
@@ -80,11 +84,25 @@ class Mode(NamedTuple):
         distance: from the mean of q, in standard deviations of q.
         log_mass: log of its mass over the mass where q is.
         family: a Gaussian there, from which `iblr.fit(target, init=...)` can start.
+        width: its largest standard deviation in those of q.
     """
 
     distance: float
     log_mass: float
     family: Any = None
+    width: float = 1.0
+
+    @property
+    def share(self) -> float:
+        """Of the mass of both; nan where it cannot be told."""
+        return 0.5 * (1 + math.tanh(0.5 * self.log_mass))
+
+    @property
+    def spread(self) -> float:
+        """Log of how many times larger it makes a standard deviation, at most."""
+        share = self.share
+        variance = (1 - share) + share * self.width**2 + share * (1 - share) * self.distance**2
+        return 0.5 * math.log(variance)
 
     def without(self, log_held: float) -> "Mode | None":
         """What is left of it without the mass that q has there; None if that is half or more."""
@@ -107,6 +125,7 @@ class Diagnosis(eqx.Module):
         outside: the target's share of mass where a Gaussian q has 1e-4; nan where not looked at.
         modes: other modes, found from dispersed starts.
         climbs: the dispersed starts; 0 where nobody looked.
+        left_out: those for which there was no budget.
         climb_gradients: what they cost.
         unlooked: where nobody looked, why not or what to do.
     """
@@ -119,6 +138,7 @@ class Diagnosis(eqx.Module):
     outside: float = math.nan
     modes: tuple[Mode, ...] = ()
     climbs: int = 0
+    left_out: int = 0
     climb_gradients: int = 0
     unlooked: str = "`iblr.fit` without settings looks from dispersed starts"
 
@@ -169,7 +189,8 @@ def findings(diagnosis: Diagnosis, status: Status, gap_bound: float) -> list[Fin
     else:
         of_kl, of_tails = _of_kl(seen, diagnosis.dim), _of_tails(diagnosis.outside)
         if not any(f.grade == "Bad" for f in of_tails):  # which say what k-hat would
-            found += _of_weights(seen, near=not of_kl and not of_tails)
+            near, looked = not of_kl and not of_tails, not math.isnan(diagnosis.outside)
+            found += _of_weights(seen, near, looked)
         found += of_tails
         found += _of_moves(diagnosis)
         found += of_kl
@@ -192,6 +213,10 @@ def findings(diagnosis: Diagnosis, status: Status, gap_bound: float) -> list[Fin
                 diagnosis.unlooked,
             )
         )
+    elif diagnosis.left_out:
+        planned = diagnosis.climbs + diagnosis.left_out
+        reason = f"other modes were looked for from {diagnosis.climbs} of {planned} starts only"
+        found.append(Finding("Fair", reason, diagnosis.unlooked))
     return found
 
 
@@ -231,24 +256,37 @@ def _of_modes(diagnosis: Diagnosis) -> list[Finding]:
     if not diagnosis.modes:
         return []
     mode = max(diagnosis.modes, key=lambda m: math.inf if math.isnan(m.log_mass) else m.log_mass)
-    if mode.log_mass <= math.log(LARGEST_MODE):
+    if not mode.log_mass <= math.log(LARGEST_MODE):
+        held = mode.share
+        known = f"about {100 * held:.0f} % of the mass"
+        return [_of_region(mode, "Bad", "mass that cannot be told" if math.isnan(held) else known)]
+    mode = max(diagnosis.modes, key=lambda m: m.spread)
+    grade = _grade(mode.spread, GOOD_SPREAD, LARGEST_SPREAD)
+    if grade == "Good":
         return []
-    share = 100 / (1 + math.exp(-min(mode.log_mass, 500.0)))
-    mass = "mass that cannot be told" if math.isnan(share) else f"about {share:.0f} % of the mass"
+    effect = f"an sd is up to {math.exp(mode.spread):.1f} times that of q"
+    return [
+        _of_region(mode, grade, f"about {100 * mode.share:.1g} % of the mass, so that {effect}")
+    ]
+
+
+def _of_region(mode: Mode, grade: str, mass: str) -> Finding:
     if mode.distance < AROUND:
-        return [Finding("Bad", f"a wider region around q holds {mass}", MIXTURE)]
+        return Finding(grade, f"a wider region around q holds {mass}", MIXTURE)
     advice = "try `iblr.GaussianMixture` (of more components, if it is one) or several starts"
-    return [Finding("Bad", f"another region, {mode.distance:.1f} sd away, holds {mass}", advice)]
+    return Finding(grade, f"another region, {mode.distance:.1f} sd away, holds {mass}", advice)
 
 
-def _of_weights(seen: Importance, near: bool) -> list[Finding]:
+def _of_weights(seen: Importance, near: bool, looked: bool) -> list[Finding]:
+    """What k-hat says of a q that is near or not, whose tails were looked at or not."""
     if math.isnan(seen.khat):
         return [Finding("Bad", "the tail of the importance weights cannot be told", MIXTURE)]
     if seen.khat >= LARGEST_KHAT:
         advice = f"`iblr.diagnose(..., draws={10 * seen.draws})` tells more surely"
         if seen.khat < LARGEST_KHAT + seen.khat_se and near:
             return [Finding("Fair", "the weights may have too heavy a tail", advice)]
-        if seen.khat <= NO_MEAN and seen.ess >= NEARLY_ALL * seen.draws and near:
+        needed = NEARLY_ALL if seen.khat <= NO_MEAN else MOST if looked else math.inf
+        if near and seen.ess >= needed * seen.draws:
             reason = "the target has heavier tails than q, though little mass is seen there"
             return [Finding("Fair", reason, advice)]
         return [Finding("Bad", "do not use the variances", MIXTURE)]
