@@ -103,7 +103,7 @@ def student(name: str, centre, scale, df: float) -> Problem:
     d = len(centre)
     power, inverse = 0.5 * (df + d), np.linalg.inv(scale)
     step = 0.1
-    s = np.exp(np.arange(-45, 5, step))[:, None]
+    s = np.exp(np.arange(-160, 5, step))[:, None]  # for standard deviations up to 1e30
 
     def log_density(z):
         x = jnp.asarray(inverse, z.dtype) @ (z - jnp.asarray(centre, z.dtype))

@@ -98,12 +98,15 @@ def test_the_target_is_a_fixed_point_of_batch_and_match():
     np.testing.assert_allclose(new, covariance, atol=1e-10)
 
 
-def test_batch_and_match_solves_a_gaussian_and_counts_its_gradients():
+@pytest.mark.parametrize("schedule", ["", " const"])
+def test_batch_and_match_solves_a_gaussian_and_counts_its_gradients(schedule):
     centre, precision = jnp.array([3.0, -2.0]), jnp.array([[2.0, 0.5], [0.5, 1.0]])
     log_density = lambda z: -0.5 * (z - centre) @ precision @ (z - centre)  # noqa: E731
     method = gaussian_peers.bam(log_density, jnp.zeros(2), 320)
-    assert list(method.settings) == ["batch 8", "batch 32", "batch 128"]
-    seen = list(method.run(method.settings["batch 32"], jax.random.key(0)))
+    assert list(method.settings)[:3] == ["batch 8", "batch 32", "batch 128"]
+    large = gaussian_peers.bam(log_density, jnp.zeros(200), 320).settings
+    assert "batch 240 const" in large and "batch 240" in large
+    seen = list(method.run(method.settings[f"batch 32{schedule}"], jax.random.key(0)))
     assert [snapshot.gradients for snapshot in seen[:2]] == [32, 64]
     assert seen[-1].gradients == 320
     assert seen[-1].seconds > 0 and method.compile_seconds() > 0
@@ -338,7 +341,7 @@ def test_the_judge_finds_no_error_in_the_best_gaussian(checkout):
 
 def made_up(*gradients):
     found = np.array(gradients, float)
-    return gaussian_quality.Result(found, found / 1000, 0.05)
+    return gaussian_quality.Result(found, found / 1000, 0.05, False)
 
 
 def test_the_bars_of_quality_are_met_and_missed():
@@ -362,3 +365,10 @@ def test_scripts_without_data_say_so(monkeypatch, capsys):
         assert "no --path CHECKOUT" in capsys.readouterr().out
     gaussian_peers.main()
     assert "BaM" in capsys.readouterr().out
+
+
+def test_the_gap_of_a_wide_gaussian_grows_without_end(x64):
+    problem = gaussian_targets.student("t", np.zeros(5), np.eye(5), 5.0)
+    wide = [problem.best - float(problem.elbo(np.zeros(5), 10.0**k * np.eye(5))) for k in range(21)]
+    assert wide[0] > 0
+    np.testing.assert_allclose(np.diff(wide)[3:], 5 * np.log(10), rtol=1e-3)  # df a decade

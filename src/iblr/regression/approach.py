@@ -27,6 +27,7 @@ from iblr.regression.pairs import Pairs, Whitened, whitened, with_newest
 from iblr.regression.state import CALM, Regression
 
 SLACK = 0.1
+ENOUGH = 1.25  # pairs a dimension for the finish: as many as dimensions can be nearly dependent
 NEGLIGIBLE = 1e-7  # nats a coordinate by which q is off on a batch: what is left is rounding
 
 
@@ -62,9 +63,9 @@ def approach(
     noisy = ((least > 0.5 * base) & (length > 0)) | (base < NEGLIGIBLE * d)
     calm = jnp.where(noisy, jnp.minimum(state.calm + 1, CALM), 0)
     count = jnp.minimum(state.count + 1, n)
-    enough = count * P >= d
+    enough = count * P >= ENOUGH * d
     finishing = (calm >= CALM) & enough
-    wanted = jnp.maximum(length, math.ceil(d / P))
+    wanted = jnp.maximum(length, math.ceil(ENOUGH * d / P))
     started = averaged(memory, places >= n - wanted)
     fresh = dataclasses.replace(
         state,

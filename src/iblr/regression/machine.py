@@ -149,7 +149,8 @@ def _moved(
     inverse = jnp.where(near, better, inverse)
     mean = family.mean - matmul(shrink * step, factor)
     log_det = family.log_det - jnp.log(precision).sum()
-    moved = 0.5 * jnp.sum(precision - 1 - jnp.log(precision)) + 0.5 * jnp.sum((shrink * step) ** 2)
+    widened = 0.25 * jnp.sum((precision - 1) ** 2 / precision)  # the mean of both divergences
+    moved = widened + 0.5 * jnp.sum((shrink * step) ** 2)
     radius = jnp.where((shrink < 1) & reliable, 2 * radius, radius)
     radius = jnp.where(shrink < 1, radius, jnp.maximum(1, radius / 2))
     return dataclasses.replace(
