@@ -10,8 +10,9 @@ Every finding is Good, Fair or Bad, and the worst of them is the verdict:
             nor any correction of them; only Fair where that is within one standard error of 0.7
             (0.17 for a thousand draws), or it is at most 1 and the weighted draws are worth four
             fifths of all, if the KL is as small as for Good and the tails, where they were looked
-            at, are not heavy; or, where they were, the weighted draws are worth 95 % of all: then
-            few weights are in the tail, and the largest of a thousand tell nothing of its shape
+            at, are not heavy; or the weighted draws are worth 98 % of all (95 % where tails were
+            looked at): then few weights are in the tail, and the largest of a thousand tell
+            nothing of its shape
     Bad     tails: the target has a hundredth of its mass where a Gaussian q has 1e-4 (`iblr.tails`)
     Bad     a mean is off by more than half a standard deviation, or a standard deviation by more
             than half of itself
@@ -285,7 +286,7 @@ def _of_weights(seen: Importance, near: bool, looked: bool) -> list[Finding]:
         advice = f"`iblr.diagnose(..., draws={10 * seen.draws})` tells more surely"
         if seen.khat < LARGEST_KHAT + seen.khat_se and near:
             return [Finding("Fair", "the weights may have too heavy a tail", advice)]
-        needed = NEARLY_ALL if seen.khat <= NO_MEAN else MOST if looked else math.inf
+        needed = NEARLY_ALL if seen.khat <= NO_MEAN else MOST if looked else ALL_BUT_FEW
         if near and seen.ess >= needed * seen.draws:
             reason = "the target has heavier tails than q, though little mass is seen there"
             return [Finding("Fair", reason, advice)]
