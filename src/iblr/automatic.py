@@ -163,8 +163,9 @@ def _posterior(
 ) -> Posterior:
     per_step = 2 * regression.num_pairs(state.family.dim)
     steps = first + 1 + np.arange(len(found.elbo))
-    unknown = standing is None or stopped_by == "failure"
-    gap, bound = (np.inf, np.inf) if unknown else (standing.gap, standing.bound)
+    gap = bound = np.inf
+    if standing is not None and stopped_by != "failure":
+        gap, bound = standing.gap, standing.bound
     none = np.zeros((), int)
     status = _status(standing, stopped_by)
     best = state.trusted.family if status == Status.not_converged else state.family

@@ -47,13 +47,13 @@ def has_endless_ridge(target: Target, first: Float[Array, " d"], q: Gaussian) ->
         first: variances of the start.
         q: from where and how wide to look.
     """
-    first, factor = np.sqrt(np.asarray(first, float)), np.asarray(q.factor, float)
-    ways = _widened_axes(first, factor)
+    before, factor = np.sqrt(np.asarray(first, float)), np.asarray(q.factor, float)
+    ways = _widened_axes(before, factor)
     if not len(ways):
         return False, 0
     whitened = np.linalg.lstsq(factor.T, ways.T)[0].T
     along = whitened / np.linalg.norm(whitened, axis=1, keepdims=True)
-    reach = largest_growth(q.dtype) / np.linalg.norm(ways / first, axis=1)
+    reach = largest_growth(q.dtype) / np.linalg.norm(ways / before, axis=1)
     distances = np.geomspace(NEAREST, np.maximum(reach, LEAST_REACH), DISTANCES, axis=1)
     rays = (jnp.asarray(x, q.dtype) for x in (ways, along, distances))
     values, rounding = jax.device_get(_on_the_ridge(with_all_rows(target), q, *rays))
