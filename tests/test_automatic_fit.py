@@ -630,6 +630,37 @@ def test_tails_lighter_than_a_gaussians_are_not_overshot():
         np.testing.assert_allclose(end.family.variances, 12**-0.5, rtol=0.15)
 
 
+@pytest.mark.parametrize("seed", [1, slow(2), slow(9)])
+def test_one_curvature_of_thousands_beside_small_ones_is_no_trap(seed):
+    """Leaps along the one used to end far out in the others, where exponentials overflow."""
+    start = jnp.zeros(10).at[0].set(8.0)
+    posterior = fit(curved, init=start, key=jax.random.key(seed), tol=0.1)
+    assert posterior.stopped_by == "tol" and gap(posterior.family) < 0.1
+
+
+def test_a_q_that_moves_is_not_at_rest(fitted):
+    moving = dataclasses.replace(fitted.state, moved=jnp.asarray(0.3))
+    rest = dataclasses.replace(fitted.state, moved=jnp.asarray(0.0))
+    np.testing.assert_allclose(moving.gap, rest.gap + 0.3, rtol=1e-5)
+    assert float(fitted.state.moved) < 0.2 * fitted.gap_estimate
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("power, start", [(4, -3.0), (6, -3.0), (6, 0.0)])
+def test_the_bound_holds_in_one_dimension_with_light_tails(power, start):
+    """The best N(0, v) of exp(-z^p) has p (p - 1)!! v^(p/2) = 1."""
+    factorial = {4: 3, 6: 15}[power]
+    moment = lambda v: factorial * v ** (power / 2)  # noqa: E731
+    best = (power * factorial) ** (-2 / power)
+    inside = 0
+    for seed in range(20):
+        end = fit(lambda z: -(z**power).sum(), init=jnp.full(1, start), key=jax.random.key(seed))
+        m, v = float(end.family.mean[0]), float(end.family.variances[0])
+        missed = moment(v) - moment(best) - 0.5 * np.log(v / best) + 0.5 * power * m**2 * v
+        inside += not missed > end.gap_bound
+    assert inside >= 17
+
+
 def look_with(elbo):
     rows = jnp.zeros((2, 2))
     pairs = Pairs(rows, rows, jnp.zeros(2), jnp.zeros(2))

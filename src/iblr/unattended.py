@@ -61,8 +61,8 @@ def fit_unattended(task: Task) -> Posterior:
     """One fit, or one a key."""
     family, key = task.family, task.key
     if family.growth is None:  # else it is checked where it is told
-        now = getattr(task.state, "family", None)
-        check_target(task.target, family if now is None else now, key)
+        resumed = isinstance(task.state, Regression | Settling)
+        check_target(task.target, task.state.family if resumed else family, key)
     with jax.debug_nans(False):  # what is not finite is left out, and nan says that it was
         return _fit_all(task)
 
@@ -351,7 +351,8 @@ def _judged(posterior: Posterior, task: Task, limit: int) -> Posterior:
         )
         spent += seen.gradients
         if isinstance(posterior.state, Regression):
-            for mode in _large_enough(seen.modes, q)[: (limit - spent) // MOST_EVALUATIONS]:
+            affordable = max(limit - spent, 0) // MOST_EVALUATIONS
+            for mode in _large_enough(seen.modes, q)[:affordable]:
                 on, evaluated = has_endless_ridge(target, posterior.state.first, mode.family)
                 endless, spent = endless or on, spent + evaluated
     found = diagnosis.importance

@@ -40,7 +40,8 @@ SMALLEST = 0.25  # what a precision may fall to in one step
 LARGEST_GAIN = {4: 1e6, 8: 1e12}  # what it may grow by, by the bytes of a number
 LARGEST_FALL = 10.0  # nats, and four times their spread: batches so far below the best are doubts
 SPREAD_RATE = 0.1  # of a batch in the usual spread: the best of many batches has a lucky one
-DOUBTS, DOUBTFUL_PAIRS = 2, 16  # batches in a row and pairs in them, before q goes back to the best
+# Batches in a row and pairs in them, before q goes back to the best; after a leap, one batch.
+DOUBTS, DOUBTFUL_PAIRS = 2, 16
 
 
 def advance(state: Regression, target: Target) -> tuple[Regression, Look]:
