@@ -22,7 +22,7 @@ def check_key(family: AbstractFamily, key: Key[Array, "*runs"]) -> bool:
     if not isinstance(family, AbstractFamily):
         raise ValueError(
             f"`fit(target, family)` needs a family such as `iblr.Gaussian.standard(10)`, but got "
-            f"{family!r}."
+            f"{family!r}. A point to start from is `init=`."
         )
     if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise ValueError(

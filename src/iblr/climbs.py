@@ -43,7 +43,7 @@ FIRST_RADIUS = 4.0  # of a step, in sqrt(d) standard deviations: the way is far
 PATIENCE, FEWEST = 24, 8  # batches
 AT_ONCE = 2
 NEAR = WIDER = 3.0  # standard deviations of q
-DRAWS = 256
+DRAWS, FEW_DRAWS = 256, 32
 MOMENTS_TAG, HELD_TAG = 100, 101  # beyond the numbers of the starts
 
 
@@ -54,7 +54,7 @@ def surroundings(q: AbstractFamily, key: Key[Array, ""]) -> Gaussian | None:
     structure = _real_coordinates(q)
     if structure is None:
         return None
-    rows = _draws(q, structure, key)
+    rows = _draws(q, structure, key, DRAWS + 4 * q.dim)
     if len(rows) < 2 * q.dim + 2:
         return None
     covariance = np.cov(rows.T).reshape(q.dim, q.dim)
@@ -70,12 +70,14 @@ def surroundings(q: AbstractFamily, key: Key[Array, ""]) -> Gaussian | None:
 def is_one_point(q: AbstractFamily, key: Key[Array, ""]) -> bool:
     """Whether draws of a known family, as far as they are finite, are the same in a coordinate."""
     structure = _real_coordinates(q)
-    return structure is not None and bool((np.ptp(_draws(q, structure, key), axis=0) == 0).any())
+    if structure is None:
+        return False
+    return bool((np.ptp(_draws(q, structure, key, FEW_DRAWS), axis=0) == 0).any())
 
 
-def _draws(q: AbstractFamily, structure: Structure, key: Key[Array, ""]) -> np.ndarray:
+def _draws(q: AbstractFamily, structure: Structure, key: Key[Array, ""], num: int) -> np.ndarray:
     """Finite ones of q, in real coordinates."""
-    points = q.sample(jax.random.fold_in(key, MOMENTS_TAG), DRAWS + 4 * q.dim)
+    points = q.sample(jax.random.fold_in(key, MOMENTS_TAG), num)
     rows = np.asarray(structure.ravel(points, "fit"), np.float64)
     return rows[np.isfinite(rows).all(axis=1)]
 

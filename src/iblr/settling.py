@@ -8,6 +8,10 @@ same noise in both, is what is still missing. Where gains fall more slowly, by a
 to round, r / (1 - r) times as much is missing, and nobody knows how much where they do not fall.
 The fit ends when that and 1.645 standard errors are below `tol` twice in a row: once could be a
 saddle, such as the symmetric start of a skew Gaussian.
+
+No member is better than q by more than KL(q || p), which the same draws tell. Where q is so near to
+the target itself that this is below `tol`, one round is enough; but not to a mixture, whose best
+member may well have the modes that draws of q never see.
 """
 
 import dataclasses
@@ -26,6 +30,7 @@ from iblr.estimators import Stl
 from iblr.families.abstract_gaussian import AbstractGaussian
 from iblr.families.base import AbstractFamily, Defaults, bold_steps
 from iblr.families.gaussian import Gaussian
+from iblr.families.mixture import GaussianMixture
 from iblr.loop import State, init
 from iblr.posterior import Posterior
 from iblr.regression import num_pairs
@@ -40,6 +45,7 @@ DRAWS = 500
 RESERVE = 2 * DRAWS + ELBO_DRAWS  # evaluations kept back for the end of a round
 MOST_BATCHES = 16
 QUANTILE = 1.645  # of the normal distribution, at 95 %
+LARGEST_DIVERGENCE = 0.1  # nats; of a larger one a few draws may decide
 CLEAR = 2.0  # standard errors of a gain that is more than noise
 ROUND_TAG, GAIN_TAG = 6, 7
 
@@ -96,11 +102,10 @@ class Settling(eqx.Module):
 
 
 class Gain(NamedTuple):
-    """Nats by which one member is better than another, its standard error, and what it took."""
+    """Nats by which one member is better than another, and its standard error."""
 
     value: float
     standard_error: float
-    evaluations: int
 
     @property
     def is_clear(self) -> bool:
@@ -113,6 +118,36 @@ class Gain(NamedTuple):
             return 1.0
         ratio = self.value / before.value
         return max(1.0, ratio / (1 - ratio)) if ratio < 1 else math.inf
+
+    def gap(self, before: "Gain | None") -> "Gap":
+        """What is still missing."""
+        times = self.missing_per_gain(before)
+        estimate = times * abs(self.value)
+        return Gap(estimate, estimate + times * QUANTILE * self.standard_error)
+
+
+class Gap(NamedTuple):
+    """Nats that are missing to the best member: an estimate, and what it is at most, at 95 %."""
+
+    estimate: float
+    bound: float
+
+
+UNKNOWN = Gap(math.inf, math.inf)
+
+
+class Looked(NamedTuple):
+    """What draws at the end of a round tell.
+
+    Attributes:
+        gain: on the round before; None where there is none, or nobody needs it.
+        divergence: KL(q || p) as a gap; unknown unless it is small.
+        evaluations: of the target.
+    """
+
+    gain: Gain | None
+    divergence: Gap
+    evaluations: int
 
 
 def begin(family: AbstractFamily, key: Key[Array, ""]) -> Settling:
@@ -164,33 +199,31 @@ def settle(
         if last.stopped_by != "num_steps" or steps < now.length:
             ended = last.stopped_by if last.stopped_by != "num_steps" else "max_gradients"
             return dataclasses.replace(_before_the_cut(now.reached, whole), stopped_by=ended)
-        bounds, gain = now.bounds, None
-        if now.reached is not None:
-            after = max_gradients - whole.num_gradients
-            ahead = cost(last.family, 2 * now.length) + RESERVE
-            batches = (after - ahead if after > ahead else after) // (2 * DRAWS)
-            reached = now.reached.family
-            try:
-                gain = _gain(target, reached, last.family, key, now.length, tol, batches)
-            except KeyboardInterrupt:
-                return dataclasses.replace(whole, status=Status.interrupted, stopped_by="interrupt")
-            times = gain.missing_per_gain(now.gain)
-            estimate = times * abs(gain.value)
-            bound = estimate + times * QUANTILE * gain.standard_error
-            whole = dataclasses.replace(
-                whole,
-                gap_estimate=estimate if math.isfinite(estimate) else math.nan,
-                gap_bound=bound if math.isfinite(bound) else math.nan,
-                num_gradients=whole.num_gradients + gain.evaluations,
-            )
-            bounds = (*bounds, bound)
-            if len(bounds) >= CALM and max(bounds[-CALM:]) <= tol:
-                return dataclasses.replace(whole, stopped_by="tol")
+        after = max_gradients - whole.num_gradients
+        ahead = cost(last.family, 2 * now.length) + RESERVE
+        batches = (after - ahead if after > ahead else after) // (2 * DRAWS)
+        before = None if now.reached is None else now.reached.family
+        try:
+            seen = _look(target, before, last.family, key, now.length, tol, batches)
+        except KeyboardInterrupt:
+            return dataclasses.replace(whole, status=Status.interrupted, stopped_by="interrupt")
+        by_gain = UNKNOWN if seen.gain is None else seen.gain.gap(now.gain)
+        gap = min(by_gain, seen.divergence, key=lambda gap: gap.bound)
+        whole = dataclasses.replace(
+            whole,
+            gap_estimate=gap.estimate if math.isfinite(gap.estimate) else math.nan,
+            gap_bound=gap.bound if math.isfinite(gap.bound) else math.nan,
+            num_gradients=whole.num_gradients + seen.evaluations,
+        )
+        bounds = now.bounds if before is None else (*now.bounds, by_gain.bound)
+        settled = len(bounds) >= CALM and max(bounds[-CALM:]) <= tol
+        if settled or seen.divergence.bound <= tol:
+            return dataclasses.replace(whole, stopped_by="tol")
         spent = whole.num_gradients
         if max_gradients - spent < cost(last.family, 2 * now.length) + RESERVE:
             return dataclasses.replace(whole, stopped_by="max_gradients")
         fresh = init(last.family, jax.random.fold_in(key, ROUND_TAG + now.length))
-        now = Settling(fresh, 2 * now.length, whole, bounds, gain)
+        now = Settling(fresh, 2 * now.length, whole, bounds, seen.gain)
 
 
 def _before_the_cut(reached: Posterior | None, whole: Posterior) -> Posterior:
@@ -210,38 +243,59 @@ def _before_the_cut(reached: Posterior | None, whole: Posterior) -> Posterior:
     )
 
 
-def _gain(
+def _look(
     target: Target,
-    before: AbstractFamily,
+    before: AbstractFamily | None,
     after: AbstractFamily,
     key: Key[Array, ""],
     length: int,
     tol: float,
     batches: int,
-) -> Gain:
-    """From as many draws as it takes to tell it from `tol`, or to a quarter of that."""
-    key, found = jax.random.fold_in(jax.random.fold_in(key, GAIN_TAG), length), []
+) -> Looked:
+    """From as many draws as it takes to tell the gain from `tol`, or to a quarter of that."""
+    key = jax.random.fold_in(jax.random.fold_in(key, GAIN_TAG), length)
+    ratios, gains, evaluations = np.zeros(0), np.zeros(0), 0
     while True:
-        part = jax.random.fold_in(key, len(found))
-        found.append(np.asarray(_differences(target, before, after, part), np.float64))
-        values = np.concatenate(found)
-        values = values[np.isfinite(values)]
+        part = jax.random.fold_in(key, len(ratios) // DRAWS)
+        new = np.asarray(_log_ratios(target, after, part), np.float64)
+        ratios, evaluations = np.append(ratios, new), evaluations + DRAWS
+        divergence = UNKNOWN if _has_mixture(after) else _divergence(ratios, after.dtype)
+        if before is None or divergence.bound <= tol:
+            return Looked(None, divergence, evaluations)
+        old = np.asarray(_log_ratios(target, before, part), np.float64)
+        gains, evaluations = np.append(gains, new - old), evaluations + DRAWS
+        values = gains[np.isfinite(gains)]
         count = max(len(values), 2)
         error = float(values.std() / np.sqrt(count - 1)) if len(values) else np.inf
         mean = float(values.mean()) if len(values) else np.inf
         told = error <= tol / 4 or abs(mean) - QUANTILE * error > tol
-        if told or len(found) >= min(MOST_BATCHES, batches) or not len(values):
-            return Gain(mean, error, 2 * DRAWS * len(found))
+        done = len(ratios) >= DRAWS * min(MOST_BATCHES, batches)
+        if told or done or not len(values):
+            return Looked(Gain(mean, error), divergence, evaluations)
+
+
+def _has_mixture(family: AbstractFamily) -> bool:
+    is_mixture = lambda part: isinstance(part, GaussianMixture)  # noqa: E731
+    return any(map(is_mixture, jax.tree.leaves(family, is_leaf=is_mixture)))
 
 
 @eqx.filter_jit
-def _differences(
-    target: Target, before: AbstractFamily, after: AbstractFamily, key: Key[Array, ""]
-) -> Float[Array, " n"]:
-    """log p - log q of one member less that of the other, at draws made of the same noise."""
+def _log_ratios(target: Target, family: AbstractFamily, key: Key[Array, ""]) -> Float[Array, " n"]:
+    """log p - log q at draws, of the same noise for the same key."""
+    seen = look(target, family, key, DRAWS)
+    return seen.sampled + seen.prior - seen.log_q
 
-    def terms(family: AbstractFamily) -> Float[Array, " n"]:
-        seen = look(target, family, key, DRAWS)
-        return seen.sampled + seen.prior - seen.log_q
 
-    return terms(after) - terms(before)
+def _divergence(log_ratios: Float[np.ndarray, " n"], dtype: Any) -> Gap:
+    """KL(q || p) = log E[p / q] - E[log p / q], with what rounding may hide."""
+    if not np.isfinite(log_ratios).all():
+        return UNKNOWN
+    centred = log_ratios - log_ratios.mean()
+    if centred.max() > 1 / LARGEST_DIVERGENCE:
+        return UNKNOWN
+    weights = np.exp(centred)
+    value = math.log(weights.mean())
+    error = np.sqrt(np.sum((weights / weights.mean() - 1 - centred) ** 2)) / len(weights)
+    hidden = float(jnp.finfo(dtype).eps) * np.abs(log_ratios).max()
+    bound = value + QUANTILE * float(error) + hidden
+    return Gap(value, bound) if bound <= LARGEST_DIVERGENCE else UNKNOWN
