@@ -937,3 +937,121 @@ def test_a_mixture_that_may_have_missed_a_mode_takes_more_than_one_round():
     assert not settling._has_mixture(iblr.Product({"b": parts["b"]}))
     posterior = iblr.fit(lambda z: -0.5 * (z**2).sum(), start, key=KEY)
     assert posterior.num_steps > settling._defaults(start).first_round
+
+
+SCORES = np.array([28.0, 8, -3, 7, -1, 1, 18, 12])
+ERRORS = np.array([15.0, 10, 16, 11, 9, 11, 10, 18])
+
+
+def schools(z):
+    """Eight schools, centred: mu, log tau and theta."""
+    mu, log_tau, theta = z[0], z[1], z[2:]
+    likelihood = -0.5 * (((SCORES - theta) / ERRORS) ** 2).sum()
+    prior = -0.5 * (((theta - mu) * jnp.exp(-log_tau)) ** 2).sum() - 7 * log_tau
+    return likelihood + prior - 0.02 * (mu**2 + jnp.exp(2 * log_tau))
+
+
+def gap_of_schools(q):
+    """In closed form; the best ELBO, 6.8315, is that of quasi-Newton steps on the same formula."""
+    m, C = np.asarray(q.mean, float), np.asarray(q.covariance, float)
+    second = np.exp(2 * (m[1] + C[1, 1]))  # E tau^2
+    elbo = -0.5 * (((SCORES - m[2:]) ** 2 + np.diag(C)[2:]) / ERRORS**2).sum() - 7 * m[1]
+    elbo -= 0.02 * (m[0] ** 2 + C[0, 0] + second)
+    for j in range(8):
+        a = np.eye(10)[2 + j] - np.eye(10)[0]
+        inverse = np.exp(2 * (C[1, 1] - m[1]))  # E tau^-2; it tilts the mean by -2 C
+        elbo -= 0.5 * inverse * ((a @ (m - 2 * C[:, 1])) ** 2 + a @ C @ a)
+    return 6.8315 - elbo - 0.5 * np.linalg.slogdet(C)[1] - 5 * np.log(2 * np.pi * np.e)
+
+
+def test_a_slow_drift_is_not_taken_for_rest(x64):
+    """Few draws see the curvature of a centred hierarchy: residuals alone told 0.01 at 0.5."""
+    for seed in range(3):
+        fitted = fit(schools, init=jnp.zeros(10), key=jax.random.key(seed), throw=False)
+        assert fitted.stopped_by == "max_gradients" and fitted.gap_bound > 0.01
+        assert gap_of_schools(fitted.family) > 0.1 and fitted.verdict.startswith("Bad")
+
+
+@pytest.mark.parametrize("family", [iblr.DiagonalGaussian, slow(iblr.Gaussian)])
+@pytest.mark.parametrize(
+    "target", [lambda z: -0.45 * jnp.log1p(z**2).sum(), lambda z: -jnp.exp(z).sum()]
+)
+def test_nothing_is_promised_of_a_target_without_an_integral(family, target):
+    fitted = fit(target, family=family, throw=False)
+    assert fitted.status == Status.improper and fitted.stopped_by == "failure"
+    assert np.isnan(fitted.gap_bound) and np.isnan(fitted.gap_estimate)
+    assert "nats below the best" not in str(fitted)
+
+
+def test_a_bound_is_on_what_is_near_where_there_is_another_mode():
+    fitted = fit(
+        lambda z: jnp.logaddexp(-0.5 * (z[0] - 8) ** 2, -0.5 * (z[0] + 8) ** 2), init=jnp.zeros(1)
+    )
+    assert fitted.diagnosis.modes and "nats below the best Gaussian near this one" in str(fitted)
+
+
+def test_a_look_around_ends_in_time(fitted):
+    around = climbs.surroundings(fitted.family, KEY)
+    seen = climbs.look_around(iblr.Target(curved), fitted.family, around, 0.0, KEY, 10**6, 0.0)
+    assert (seen.climbs, seen.left_out, seen.gradients) == (0, 10, 0)
+
+
+def test_a_climb_that_may_still_come_back_is_given_time(monkeypatch):
+    log_density = lambda z: -jnp.sqrt(1 + z**2).sum()  # noqa: E731
+    fitted = fit(log_density)
+    around, target = climbs.surroundings(fitted.family, KEY), iblr.Target(log_density)
+    far = lambda: climbs.look_around(target, fitted.family, around, -1e3, KEY, 10**6)  # noqa: E731
+    monkeypatch.setattr(climbs, "PATIENCE", 4)
+    assert far().modes == ()
+    monkeypatch.setattr(climbs, "AGAIN", 0)
+    assert far().modes
+
+
+def test_time_is_left_for_the_verdict():
+    budget = automatic.Budget(0.01, 100, started=10.0, deadline=20.0, spare=1000)
+    assert budget.deadline_at(1e-3) == 19.0 and budget.deadline_at(1.0) == 15.0
+    assert budget._replace(deadline=np.inf).deadline_at(1.0) == np.inf
+
+
+def test_conditions_beyond_the_precision_are_named():
+    rng = np.random.default_rng(0)
+    basis = np.linalg.qr(rng.normal(size=(10, 10)))[0]
+    precision = jnp.asarray((basis * np.logspace(-4.5, 4.5, 10)) @ basis.T, jnp.float32)
+    fitted = fit(lambda z: -0.5 * z @ (precision @ z), init=jnp.ones(10), throw=False)
+    assert fitted.status == Status.inaccurate and "float64" in fitted.verdict
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"init": jnp.array([1.0, 2.0, 3.0]), "support": iblr.simplex}, "a point on its support"),
+        ({"init": KEY}, "needs numbers, a posterior or a family"),
+        ({"state": [0.0] * 1000}, "but got a list"),
+    ],
+)
+def test_starts_that_are_none_are_refused_in_words(options, says):
+    with pytest.raises(ValueError, match=says):
+        fit(**options)
+
+
+def test_a_posterior_is_not_its_state(fitted):
+    with pytest.raises(ValueError, match="pass `posterior.state`"):
+        fit(state=fitted)
+
+
+def test_a_fit_is_not_traced():
+    with pytest.raises(ValueError, match="cannot be traced .* array of keys"):
+        jax.jit(lambda x: fit(init=x).mean)(jnp.zeros(2))
+
+
+def test_a_second_look_counts(fitted):
+    again = iblr.diagnose(fitted, curved, key=KEY, draws=500)
+    assert again.num_gradients == fitted.num_gradients + 500 + 128
+
+
+def test_rays_see_a_prior_that_is_a_family_by_its_points():
+    """A Gamma family with a Gamma prior and a likelihood that outgrows it."""
+    prior = iblr.Gamma(jnp.ones(1), 1.0)
+    target = iblr.Target(log_likelihood=lambda z: 1.2 * z.sum(), prior=prior)
+    fitted = fit(target, family=prior, init=None, throw=False)
+    assert fitted.status == Status.improper and np.isnan(fitted.gap_bound)

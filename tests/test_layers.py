@@ -49,6 +49,7 @@ ORDER = [
     "iblr.regression.pairs",
     "iblr.regression.radial",
     "iblr.regression.models",
+    "iblr.regression.drift",
     "iblr.regression.state",
     "iblr.regression.approach",
     "iblr.regression.finish",

@@ -27,6 +27,7 @@ from iblr.target import Target
 FIRST_STRETCH, STRETCH = 4, 32
 SECONDS = 0.5  # that a stretch should take
 MOST_NARROWINGS = 100
+FAR = 1.0  # nats: of a q whose gap may be larger the best one seen is returned
 
 
 class Found(NamedTuple):
@@ -49,11 +50,25 @@ class Standing(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """When to stop: the accuracy in nats, the batches, and the time of the clock."""
+    """When to stop.
+
+    Attributes:
+        tol: the accuracy in nats.
+        num_steps: the batches.
+        started: by the clock.
+        deadline: by the clock.
+        spare: evaluations that come after the fit, for which to leave up to half of the time.
+    """
 
     tol: float
     num_steps: int
+    started: float
     deadline: float
+    spare: int
+
+    def deadline_at(self, rate: float) -> float:
+        """Where an evaluation takes so many seconds."""
+        return self.deadline - min(self.spare * rate, 0.5 * (self.deadline - self.started))
 
 
 def _broken(state: Regression) -> Bool[Array, ""]:
@@ -100,7 +115,7 @@ def fit_by_regression(state: Regression, target: Target, budget: Budget, watch: 
     tol = np.asarray(budget.tol, state.family.dtype)
     none = np.zeros(0)
     history, standing = [Found(none, none, none, none)], None
-    limit, reason = FIRST_STRETCH, None
+    limit, reason, rate = FIRST_STRETCH, None, np.inf
     try:
         while reason is None:
             begun = time.perf_counter()
@@ -111,6 +126,8 @@ def fit_by_regression(state: Regression, target: Target, budget: Budget, watch: 
             state, standing, step = after[0], now, int(now.step)
             history.append(rows)
             ended = time.perf_counter()
+            rate = min(rate, (ended - begun) / max(len(rows.elbo) * per_step, 1))
+            deadline = budget.deadline_at(rate)
             told = Progress(
                 step=step,
                 num_steps=last,
@@ -124,8 +141,9 @@ def fit_by_regression(state: Regression, target: Target, budget: Budget, watch: 
                 gap=float(standing.gap),
             )
             stopped = watch.tell(told)
-            reason = _reason(standing, last, budget, ended) or ("callback" if stopped else None)
-            limit = _next_limit(limit, ended - begun, budget.deadline - ended)
+            reason = _reason(standing, last, budget.tol, ended >= deadline)
+            reason = reason or ("callback" if stopped else None)
+            limit = _next_limit(limit, ended - begun, deadline - ended)
     except KeyboardInterrupt:
         reason = "interrupt"
     found = Found(*(np.concatenate(parts) for parts in zip(*history, strict=True)))
@@ -136,15 +154,15 @@ def _latest(values: np.ndarray) -> Any:
     return values[-1] if len(values) else np.nan
 
 
-def _reason(standing: Standing, last: int, budget: Budget, now: float) -> str | None:
+def _reason(standing: Standing, last: int, tol: float, is_late: bool) -> str | None:
     """Why the fit is over, if it is."""
     if standing.broken:
         return "failure"
-    if standing.bound <= budget.tol:
+    if standing.bound <= tol:
         return "tol"
     if standing.step >= last:
         return "max_gradients"
-    return "max_seconds" if now >= budget.deadline else None
+    return "max_seconds" if is_late else None
 
 
 def _next_limit(limit: int, took: float, left: float) -> int:
@@ -168,7 +186,11 @@ def _posterior(
         gap, bound = standing.gap, standing.bound
     none = np.zeros((), int)
     status = _status(standing, stopped_by)
-    best = state.trusted.family if status == Status.not_converged else state.family
+    if status == Status.not_converged and _is_ill_conditioned(state):
+        status = Status.inaccurate
+    unsettled = status in (Status.not_converged, Status.inaccurate)
+    lost = unsettled or (stopped_by != "failure" and gap > FAR)
+    best = state.trusted.family if lost else state.family
     log_det = 2 * np.linalg.slogdet(np.asarray(best.factor))[1]  # without what rounding did
     family = dataclasses.replace(best, log_det=jnp.asarray(log_det))
     return Posterior(
@@ -196,6 +218,14 @@ def _posterior(
         gap_estimate=float(gap) if np.isfinite(gap) else np.nan,
         gap_bound=float(bound) if np.isfinite(bound) else np.nan,
     )
+
+
+def _is_ill_conditioned(state: Regression) -> bool:
+    """Whether correlations of q are beyond what numbers of its precision resolve."""
+    factor = np.asarray(state.family.factor, np.float64)
+    correlations = factor / np.maximum(np.linalg.norm(factor, axis=0), np.finfo(float).tiny)
+    eps = float(jnp.finfo(state.family.dtype).eps)
+    return bool(np.linalg.cond(correlations) ** 2 * eps > 1)
 
 
 def _status(standing: Standing | None, stopped_by: str) -> Status:

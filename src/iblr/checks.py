@@ -42,6 +42,12 @@ def check_key(family: AbstractFamily, key: Key[Array, "*runs"]) -> bool:
     return key.ndim == 1
 
 
+def described(value: Any) -> str:
+    """What came, in a line."""
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else f"a {type(value).__name__}"
+
+
 def check_state(state: Any, start: State) -> State | Rounds:
     """The state, if it is one of a fit from a start like this."""
     grows = start.family.growth is not None
@@ -50,7 +56,7 @@ def check_state(state: Any, start: State) -> State | Rounds:
     if not same or grows != isinstance(state, Rounds):
         raise ValueError(
             "`fit(state=...)` needs the `posterior.state` of a fit of the same "
-            f"family, rule and number of keys, but got {state!r}."
+            f"family, rule and number of keys, but got {described(state)}."
         )
     return state
 

@@ -13,6 +13,7 @@ mode; it may lie around q, if it is wider.
 
 import dataclasses
 import math
+import time
 from typing import NamedTuple
 
 import equinox as eqx
@@ -41,6 +42,7 @@ AWAY = ((0, 10.0), (1, 10.0), (2, 10.0), (0, 3.0), (0, 40.0), (1, 40.0))
 MANY_DIMENSIONS, FEW = 200, 2
 FIRST_RADIUS = 4.0  # of a step, in sqrt(d) standard deviations: the way is far
 PATIENCE, FEWEST = 24, 8  # batches
+AGAIN = 2  # times as many for a region that no climb has found before: it may still come back
 AT_ONCE = 2
 NEAR = WIDER = 3.0  # standard deviations of q
 DRAWS, FEW_DRAWS = 256, 32
@@ -94,6 +96,14 @@ def _real_coordinates(q: AbstractFamily) -> Structure | None:
     return q.structure if is_real else None
 
 
+def over_points(target: Target, q: AbstractFamily, around: Gaussian) -> Target:
+    """The target for coordinates other than those of q: an exact prior is then one of points."""
+    if target.exact_prior is None or around.structure == q.structure:
+        return target
+    prior, temperature = target.exact_prior.log_prob, float(target.temperature)
+    return dataclasses.replace(target, prior=prior, temperature=temperature)
+
+
 class Seen(NamedTuple):
     """Other modes, the climbs that were made and those that were not, and their gradients."""
 
@@ -110,25 +120,25 @@ def look_around(
     elbo: float,
     key: Key[Array, ""],
     max_gradients: int,
+    deadline: float = math.inf,
 ) -> Seen:
-    """Modes that q misses, from as many starts around it as gradients allow."""
-    if target.exact_prior is not None and around.structure != q.structure:
-        temperature = float(target.temperature)
-        prior = target.exact_prior.log_prob  # of points, whatever their coordinates
-        target = dataclasses.replace(target, prior=prior, temperature=temperature)
+    """Modes that q misses, from as many starts around it as gradients and the clock allow."""
+    target = over_points(target, q, around)
     modes: list[Mode] = []
     climbs = spent = 0
     per_batch = 2 * regression.num_pairs(q.dim)
     starts = _starts(around, key)
     for index, start in enumerate(starts):
-        patience = min(PATIENCE, (max_gradients - spent) // per_batch)
-        if patience < FEWEST:
+        affordable = (max_gradients - spent) // per_batch
+        if affordable < FEWEST or time.perf_counter() >= deadline:
             break
         climbs += 1
-        of_climb = jax.random.fold_in(key, index)
-        mode, batches = _climb(target, around, start, elbo, of_climb, patience)
-        spent += batches * per_batch
-        if mode is None or any(_seen_from(m.family, mode.family)[0] <= NEAR for m in modes):
+        climb = _Climb(target, around, start, elbo, jax.random.fold_in(key, index))
+        mode = climb.go_on(min(PATIENCE, affordable))
+        if mode is not None and not _is_among(mode, modes):
+            mode = climb.go_on(min((1 + AGAIN) * PATIENCE, affordable))
+        spent += climb.step * per_batch
+        if mode is None or _is_among(mode, modes):
             continue
         mode = mode.without(float(_held(q, mode.family, jax.random.fold_in(key, HELD_TAG))))
         modes += [] if mode is None else [mode]
@@ -153,38 +163,57 @@ def _starts(q: Gaussian, key: Key[Array, ""]) -> list[np.ndarray]:
     return [mean + sign * way for way in ways for sign in (1, -1)]
 
 
-def _climb(
-    target: Target,
-    q: Gaussian,
-    mean: np.ndarray,
-    elbo: float,
-    key: Key[Array, ""],
-    patience: int,
-) -> tuple[Mode | None, int]:
-    """The mode found, if it is another one, and the batches it took, at most `patience`."""
-    start = dataclasses.replace(q, mean=jnp.asarray(mean, q.dtype))
-    state, step = regression.begin(start, key), 0
-    state = dataclasses.replace(state, radius=jnp.asarray(FIRST_RADIUS, q.dtype))
-    never, limit = np.asarray(-1.0, q.dtype), np.int32(AT_ONCE)
-    while True:
-        before = step
-        state, found, standing = stretch(state, target, never, limit)
-        found, standing = jax.device_get((found, standing))
-        step = int(standing.step)
-        distance, width = _seen_from(q, state.family)
-        came_back = distance < NEAR and width < WIDER
-        if step < before + AT_ONCE or came_back:
-            return None, step
-        if step + AT_ONCE > patience:
-            log_mass = float(np.mean(found.elbo[:AT_ONCE])) - elbo
-            found_one = math.isfinite(log_mass)
-            mode = Mode(distance, log_mass, state.family, width)
-            return (mode if found_one else None), step
+def _is_among(mode: Mode, modes: list[Mode]) -> bool:
+    return any(_seen_from(m.family, mode.family)[0] <= NEAR for m in modes)
+
+
+class _Climb:
+    """A short fit from one start.
+
+    Args:
+        target: the target.
+        q: around which it looks.
+        mean: where it starts.
+        elbo: of q.
+        key: of the noise.
+    """
+
+    def __init__(
+        self, target: Target, q: Gaussian, mean: np.ndarray, elbo: float, key: Key[Array, ""]
+    ):
+        self.target, self.q, self.elbo, self.step = target, q, elbo, 0
+        start = dataclasses.replace(q, mean=jnp.asarray(mean, q.dtype))
+        state = regression.begin(start, key)
+        self.state = dataclasses.replace(state, radius=jnp.asarray(FIRST_RADIUS, q.dtype))
+        self.mode: Mode | None = None
+
+    def go_on(self, patience: int) -> Mode | None:
+        """The mode found after so many batches in all, if it is another one.
+
+        One that went beyond all bounds is shown as it was before.
+        """
+        never, limit = np.asarray(-1.0, self.q.dtype), np.int32(AT_ONCE)
+        while self.step + AT_ONCE <= patience:
+            before = self.step
+            self.state, found, standing = stretch(self.state, self.target, never, limit)
+            found, standing = jax.device_get((found, standing))
+            self.step = int(standing.step)
+            distance, width = _seen_from(self.q, self.state.family)
+            if distance < NEAR and width < WIDER:
+                return None  # it came back
+            if self.step < before + AT_ONCE:
+                break
+            there = float(np.mean(found.elbo[:AT_ONCE]))
+            resolution = float(jnp.finfo(self.q.dtype).eps) * abs(there)
+            log_mass = there - self.elbo
+            mode = Mode(distance, log_mass, self.state.family, width, resolution)
+            self.mode = mode if math.isfinite(log_mass) else None
+        return self.mode
 
 
 def _seen_from(q: Gaussian, other: Gaussian) -> tuple[float, float]:
     """How far the mean of the other is, and its widest direction, in standard deviations of q."""
     way = np.asarray(other.mean, float) - np.asarray(q.mean, float)
     rows = np.vstack([way, np.asarray(other.factor, float)])
-    whitened = np.linalg.solve(np.asarray(q.factor, float).T, rows.T)
+    whitened = np.linalg.lstsq(np.asarray(q.factor, float).T, rows.T)[0]  # it may be singular
     return float(np.linalg.norm(whitened[:, 0])), float(np.linalg.norm(whitened[:, 1:], 2))

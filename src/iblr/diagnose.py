@@ -70,4 +70,5 @@ def diagnose(
         looked = ("modes", "climbs", "left_out", "climb_gradients", "unlooked")
         seen = {name: getattr(before, name) for name in looked}
         found = dataclasses.replace(found, **seen)
-    return dataclasses.replace(posterior, diagnosis=found)
+    spent = posterior.num_gradients + evaluations(posterior.family, draws)
+    return dataclasses.replace(posterior, diagnosis=found, num_gradients=spent)

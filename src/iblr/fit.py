@@ -139,6 +139,11 @@ def fit(
             "batch. Index the posterior and resume its runs one by one: "
             "`fit(..., state=posterior[0].state, key=keys[0])`."
         )
+    if isinstance(state, Posterior):
+        raise ValueError(
+            "`fit(state=...)` needs the state of a posterior, but got a posterior: pass "
+            "`posterior.state`."
+        )
     if family is None and init is None and isinstance(state, Regression | Settling | Rounds):
         family = state.family
     start = starting_family(family, init, support)

@@ -70,12 +70,18 @@ def _given(family: Any, init: Any, support: Any, call: str) -> AbstractFamily:
 
 def _around(point: PyTree, family: Any, support: Any, call: str) -> AbstractFamily:
     """A standard Gaussian, of any class, around a point."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(point)):
+        raise ValueError(
+            f"`{call}` cannot be traced by `jax.jit`, `jax.vmap` or `jax.grad`, but got a traced "
+            "`init`. For many fits pass an array of keys; a loop of your own takes `iblr.step`."
+        )
+    wanted = f"`{call}(init=...)` needs numbers, a posterior or a family, but got {point!r}."
     try:
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(point)]
     except TypeError as error:
-        raise ValueError(
-            f"`{call}(init=...)` needs numbers, a posterior or a family, but got {point!r}."
-        ) from error
+        raise ValueError(wanted) from error
+    if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves):
+        raise ValueError(wanted)
     if not leaves or sum(leaf.size for leaf in leaves) == 0:
         raise ValueError(
             f"`{call}(init=...)` needs at least one number to start from, but got {point!r}."
@@ -101,7 +107,18 @@ def _around(point: PyTree, family: Any, support: Any, call: str) -> AbstractFami
             f"`{call}(init=...)` must be a finite point inside its support, but got "
             f"{point!r} with the coordinates {mean}."
         )
+    _check_on_support(point, start.structure.unravel(jnp.asarray(mean)), call)
     return dataclasses.replace(start, mean=jnp.asarray(mean))
+
+
+def _check_on_support(point: PyTree, nearest: PyTree, call: str) -> None:
+    """Raise unless coordinates give the point back, as numbers on a simplex whose sum is not 1."""
+    for given, kept in zip(jax.tree.leaves(point), jax.tree.leaves(nearest), strict=True):
+        if not np.allclose(given, kept, rtol=0.01, atol=0.01 * float(jnp.abs(given).max())):
+            raise ValueError(
+                f"`{call}(init=...)` must be a point on its support, but got {given}, which is "
+                f"none; {kept} would be one."
+            )
 
 
 def _affordable(dim: int, dtype: Any) -> type:

@@ -59,9 +59,10 @@ def _ending_words(posterior: Any) -> list[str]:
     """Why it ended, how near to the best member that is, and the evidence; each where known."""
     found, parts = posterior.diagnosis, []
     if np.isfinite(posterior.gap_bound):
+        near = " near this one" if found is not None and found.modes else ""
         parts.append(
             f"Stopped by {posterior.stopped_by}, at most {posterior.gap_bound:.2g} nats below the "
-            f"best {posterior.family.name} (95 %)."
+            f"best {posterior.family.name}{near} (95 %)."
         )
     if found is not None and np.isfinite(found.importance.log_evidence):
         value, error = posterior.log_evidence, posterior.log_evidence_se

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Key
+from jaxtyping import Array, Float, Key
 
 from iblr import automatic, regression, rounds, settling
-from iblr.climbs import is_one_point, look_around, surroundings
+from iblr.checks import described
+from iblr.climbs import is_one_point, look_around, over_points, surroundings
 from iblr.diagnose import evaluations, examine
 from iblr.estimators import Stl
 from iblr.families.base import AbstractFamily
@@ -34,7 +35,7 @@ MAX_GRADIENTS, MAX_GRADIENTS_EACH, MAX_GRADIENTS_SETTLING = 20_000, 200, 400_000
 DRAWS, FEWEST_DRAWS = 1000, 100  # of the diagnosis
 FEWEST_BATCHES = 8
 MINIBATCH_FACTOR = 5  # gradients of few rows are cheap, and their noise takes more of them
-CLIMB_GRADIENTS = 1000  # at most, kept back for a look at other modes
+CLIMB_GRADIENTS = 2000  # at most, kept back for a look at other modes
 WIDEST = 1e5  # times the first standard deviations in a fit that failed, else its square: improper
 DIAGNOSIS_TAG, CLIMB_TAG = 8, 9
 
@@ -152,11 +153,13 @@ def _fit_one(task: Task, looked: int) -> Posterior:
     else:
         posterior = _by_settling(task, left)
     posterior = dataclasses.replace(posterior, num_gradients=posterior.num_gradients + looked)
-    if posterior.stopped_by in ("interrupt", "failure"):
+    if posterior.stopped_by == "interrupt":
         return posterior
     try:
         posterior = _named_if_improper(posterior, task, limit)
-        return posterior if posterior.stopped_by == "failure" else _judged(posterior, task, limit)
+        if posterior.stopped_by == "failure":
+            return _failed(posterior, posterior.status)
+        return _judged(posterior, task, limit)
     except KeyboardInterrupt:
         return dataclasses.replace(
             posterior, status=Status.interrupted, stopped_by="interrupt", diagnosis=None
@@ -205,7 +208,7 @@ def _resumed(task: Task, kind: type) -> Any:
     if not same or state.family.structure != task.family.structure:
         raise ValueError(
             "`fit(state=...)` without settings needs the `posterior.state` of such a fit of the "
-            f"same family, but got {state!r}."
+            f"same family, but got {described(state)}."
         )
     return state
 
@@ -216,29 +219,44 @@ def _by_regression(task: Task, left: int) -> Posterior:
     _refuse_if_below(left, FEWEST_BATCHES * per_step, family)
     fresh = task.state is None
     now = regression.begin(family, task.key) if fresh else _resumed(task, Regression)
-    budget = automatic.Budget(task.tol, left // per_step, task.deadline)
+    spare = evaluations(family, DRAWS)
+    budget = automatic.Budget(task.tol, left // per_step, task.watch.started, task.deadline, spare)
     return automatic.fit_by_regression(now, task.target, budget, task.watch)
 
 
 def _named_if_improper(posterior: Posterior, task: Task, limit: int) -> Posterior:
     """A fit that did not settle may have an endless way to go."""
-    q: Any = posterior.family
-    unsettled = posterior.status in (Status.not_converged, Status.out_of_budget)
-    if not unsettled or not isinstance(posterior.state, Regression):
+    q = posterior.family
+    settled = posterior.status in (Status.ok, Status.improper)
+    if settled or q.dim > REGRESSION_UP_TO or not _is_finite(q):
         return posterior
     spent = posterior.num_gradients + evaluations(q, _num_draws(limit))
-    if limit - spent < MOST_EVALUATIONS or not bool(jnp.isfinite(q.log_det)):
+    around = surroundings(q, jax.random.fold_in(task.key, CLIMB_TAG))
+    first = _first_variances(posterior, task)
+    if around is None or first is None or limit - spent < MOST_EVALUATIONS:
         return posterior
-    improper, evaluated = has_endless_ridge(task.target, posterior.state.first, q)
+    improper, evaluated = has_endless_ridge(over_points(task.target, q, around), first, around)
     posterior = dataclasses.replace(posterior, num_gradients=posterior.num_gradients + evaluated)
-    return _improper(posterior) if improper else posterior
+    return _failed(posterior, Status.improper) if improper else posterior
 
 
-def _improper(posterior: Posterior) -> Posterior:
-    """A failure, without all that is said of targets which have a mass and a best Gaussian."""
+def _is_finite(q: AbstractFamily) -> bool:
+    return all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(q))
+
+
+def _first_variances(posterior: Posterior, task: Task) -> Float[Array, " d"] | None:
+    """Those of the start in real coordinates, where there are any."""
+    if isinstance(posterior.state, Regression):
+        return posterior.state.first
+    start = surroundings(task.family, jax.random.fold_in(task.key, CLIMB_TAG))
+    return None if start is None else start.variances
+
+
+def _failed(posterior: Posterior, status: Status) -> Posterior:
+    """Without all that is said of targets which have a mass and a best member."""
     return dataclasses.replace(
         posterior,
-        status=Status.improper,
+        status=status,
         stopped_by="failure",
         gap_estimate=math.nan,
         gap_bound=math.nan,
@@ -340,20 +358,22 @@ def _judged(posterior: Posterior, task: Task, limit: int) -> Posterior:
         elbo = diagnosis.importance.elbo
         left = limit - spent
         left -= MOST_EVALUATIONS if left > 3 * MOST_EVALUATIONS else 0
-        seen = look_around(target, q, around, elbo, climb_key, left)
+        seen = look_around(target, q, around, elbo, climb_key, left, task.deadline)
         diagnosis = dataclasses.replace(
             diagnosis,
             modes=seen.modes,
             climbs=seen.climbs,
             left_out=seen.left_out,
             climb_gradients=seen.gradients,
-            unlooked="give a larger `max_gradients=`",
+            unlooked="give a larger `max_gradients=` or `max_seconds=`",
         )
         spent += seen.gradients
-        if isinstance(posterior.state, Regression):
-            affordable = max(limit - spent, 0) // MOST_EVALUATIONS
+        first = _first_variances(posterior, task)
+        affordable = max(limit - spent, 0) // MOST_EVALUATIONS
+        if first is not None:
+            known = over_points(target, q, around)
             for mode in _large_enough(seen.modes, q)[:affordable]:
-                on, evaluated = has_endless_ridge(target, posterior.state.first, mode.family)
+                on, evaluated = has_endless_ridge(known, first, mode.family)
                 endless, spent = endless or on, spent + evaluated
     found = diagnosis.importance
     status = posterior.status
@@ -369,4 +389,4 @@ def _judged(posterior: Posterior, task: Task, limit: int) -> Posterior:
         num_gradients=spent,
         diagnosis=diagnosis,
     )
-    return _improper(posterior) if endless else posterior
+    return _failed(posterior, Status.improper) if endless else posterior

@@ -7,11 +7,11 @@ Every finding is Good, Fair or Bad, and the worst of them is the verdict:
     Bad     another region holds more than a hundredth of the mass, or less, but so far out that a
             standard deviation is half as large again, or more
     Bad     k-hat of 0.7 or more, or one that cannot be told: the variances are not to be trusted,
-            nor any correction of them; only Fair where that is within one standard error of 0.7
-            (0.17 for a thousand draws), or it is at most 1 and the weighted draws are worth four
-            fifths of all, if the KL is as small as for Good and the tails, where they were looked
-            at, are not heavy; or the weighted draws are worth 98 % of all (95 % where tails were
-            looked at): then few weights are in the tail, and the largest of a thousand tell
+            nor any correction of them; only Fair, if the KL is as small as for Good, where it is at
+            most 1 and the weighted draws are worth four fifths of all; or, where the tails are as
+            light as for Good or were not looked at, it is within one standard error of 0.7 (0.17
+            for a thousand draws), or the weighted draws are worth 98 % of all (95 % where tails
+            were looked at): then few weights are in the tail, and the largest of a thousand tell
             nothing of its shape
     Bad     tails: the target has a hundredth of its mass where a Gaussian q has 1e-4 (`iblr.tails`)
     Bad     a mean is off by more than half a standard deviation, or a standard deviation by more
@@ -20,7 +20,8 @@ Every finding is Good, Fair or Bad, and the worst of them is the verdict:
     Fair    k-hat between 0.5 and 0.7: averages over draws converge, but slowly; not where the
             weighted draws are worth 98 % of all, since k-hat of nearly constant weights is noise
     Fair    tails: the target has 0.25 % of its mass where a Gaussian q has 1e-4
-    Fair    log p is rounded to so few digits that nothing can be told
+    Fair    log p is rounded to so few digits that nothing can be told, here or where it seems to be
+            larger
     Fair    a mean is off by more than a tenth of a standard deviation, a standard deviation by more
             than a tenth of itself, or a marginal probability by more than 0.05
     Fair    KL(q || p) above 0.1 nats, or above 0.01 for every coordinate if that is more (*)
@@ -71,6 +72,7 @@ HALF = 0.5
 LARGEST_SHARE_UNDEFINED, LARGEST_SHARE_EXCLUDED = 0.01, 0.1
 NEARLY_ALL, MOST, ALL_BUT_FEW = 0.8, 0.95, 0.98
 NO_MEAN = 1.0  # k-hat beyond which weights have no mean
+ROUNDED = 1.0  # nats to which log p is rounded, where nothing is said of a region
 COARSE, MANY_TIMES = 0.05, 20  # nats to which log p is rounded, and what they may add up to
 GRADES = ("Bad", "Fair", "Good")
 
@@ -86,12 +88,14 @@ class Mode(NamedTuple):
         log_mass: log of its mass over the mass where q is.
         family: a Gaussian there, from which `iblr.fit(target, init=...)` can start.
         width: its largest standard deviation in those of q.
+        resolution: nats to which log p is rounded there.
     """
 
     distance: float
     log_mass: float
     family: Any = None
     width: float = 1.0
+    resolution: float = 0.0
 
     @property
     def share(self) -> float:
@@ -190,8 +194,7 @@ def findings(diagnosis: Diagnosis, status: Status, gap_bound: float) -> list[Fin
     else:
         of_kl, of_tails = _of_kl(seen, diagnosis.dim), _of_tails(diagnosis.outside)
         if not any(f.grade == "Bad" for f in of_tails):  # which say what k-hat would
-            near, looked = not of_kl and not of_tails, not math.isnan(diagnosis.outside)
-            found += _of_weights(seen, near, looked)
+            found += _of_weights(seen, not of_kl, not of_tails, not math.isnan(diagnosis.outside))
         found += of_tails
         found += _of_moves(diagnosis)
         found += of_kl
@@ -254,6 +257,14 @@ def _of_values(seen: Importance) -> list[Finding]:
 
 
 def _of_modes(diagnosis: Diagnosis) -> list[Finding]:
+    rounded = [mode for mode in diagnosis.modes if mode.resolution > ROUNDED]
+    if rounded:
+        mode = rounded[0]
+        reason = (
+            f"log p may be larger {_distance(mode)} sd away, but is rounded to "
+            f"{mode.resolution:.2g} nats there"
+        )
+        return [Finding("Fair", reason, "compute in float64, or mend the log density there")]
     if not diagnosis.modes:
         return []
     mode = max(diagnosis.modes, key=lambda m: math.inf if math.isnan(m.log_mass) else m.log_mass)
@@ -275,23 +286,28 @@ def _of_region(mode: Mode, grade: str, mass: str) -> Finding:
     if mode.distance < AROUND:
         return Finding(grade, f"a wider region around q holds {mass}", MIXTURE)
     advice = "try `iblr.GaussianMixture` (of more components, if it is one) or several starts"
-    return Finding(grade, f"another region, {mode.distance:.1f} sd away, holds {mass}", advice)
+    return Finding(grade, f"another region, {_distance(mode)} sd away, holds {mass}", advice)
 
 
-def _of_weights(seen: Importance, near: bool, looked: bool) -> list[Finding]:
-    """What k-hat says of a q that is near or not, whose tails were looked at or not."""
+def _distance(mode: Mode) -> str:
+    return f"{mode.distance:.1f}" if mode.distance < 1e4 else f"{mode.distance:.1e}"
+
+
+def _of_weights(seen: Importance, near: bool, light: bool, looked: bool) -> list[Finding]:
+    """What k-hat says of a q that is near or not; its tails are light or not, looked at or not."""
     if math.isnan(seen.khat):
         return [Finding("Bad", "the tail of the importance weights cannot be told", MIXTURE)]
     if seen.khat >= LARGEST_KHAT:
         advice = f"`iblr.diagnose(..., draws={10 * seen.draws})` tells more surely"
-        if seen.khat < LARGEST_KHAT + seen.khat_se and near:
+        if seen.khat < LARGEST_KHAT + seen.khat_se and near and light:
             return [Finding("Fair", "the weights may have too heavy a tail", advice)]
-        needed = NEARLY_ALL if seen.khat <= NO_MEAN else MOST if looked else ALL_BUT_FEW
-        if near and seen.ess >= needed * seen.draws:
+        has_mean = seen.khat <= NO_MEAN
+        needed = NEARLY_ALL if has_mean else MOST if looked else ALL_BUT_FEW
+        if near and (light or has_mean) and seen.ess >= needed * seen.draws:
             reason = "the target has heavier tails than q, though little mass is seen there"
             return [Finding("Fair", reason, advice)]
         return [Finding("Bad", "do not use the variances", MIXTURE)]
-    if seen.khat > GOOD_KHAT and not (near and seen.ess >= ALL_BUT_FEW * seen.draws):
+    if seen.khat > GOOD_KHAT and not (near and light and seen.ess >= ALL_BUT_FEW * seen.draws):
         return [Finding("Fair", "the weights have a heavy tail", CORRECTED)]
     return []
 

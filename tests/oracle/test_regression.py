@@ -9,7 +9,8 @@ from helpers import slow
 
 import iblr
 from iblr import regression
-from iblr.regression import finish
+from iblr.regression import drift, finish
+from iblr.regression.drift import Drift, Past
 from iblr.regression.models import least_squares, quasi_newton
 from iblr.regression.pairs import Pairs, Whitened
 
@@ -148,3 +149,47 @@ def test_a_rare_pair_counts_for_no_more_than_its_share(x64):
     np.testing.assert_allclose(trimmed.change, jnp.sqrt(weight)[:, None] * batch.change)
     expected = np.average([1, 2, 9], weights=weight)
     np.testing.assert_allclose(trimmed.gradient, expected)
+
+
+AGES = (3, 7, 9, 13, 15, 23, 31, 47, 63, 99, 127, 199)  # one less than the ages looked at
+
+
+def nowhere(d):
+    none = Past(jnp.zeros(d), jnp.zeros((d, d)), jnp.zeros(()))
+    return Drift(none, none, jnp.zeros(()))
+
+
+def test_the_way_of_a_noisy_average_is_what_its_noise_still_costs(x64):
+    """Averages of normal numbers with the weights of the finish: half their square is the gap."""
+    d, n = 400, 200
+    noise, average, seen = np.random.default_rng(6).normal(size=(n, d)), np.zeros(d), nowhere(d)
+    step = jax.jit(drift.with_q)
+    for k, new in enumerate(noise):
+        average = average + min(1.0, 2 / (2 + k + 1)) * (new - average) if k else new
+        q = iblr.Gaussian.from_covariance(jnp.asarray(average), jnp.eye(d)) if k in AGES else None
+        if q is not None:
+            seen = step(seen, q, jnp.eye(d), jnp.asarray(k + 1.0), jnp.ones(()))
+            if k + 1 >= 24:
+                assert 0.8 < float(seen.gap) / (0.5 * average @ average) < 1.25
+
+
+def test_a_q_that_goes_on_is_seen_and_one_that_begins_anew_is_not():
+    q, seen, gaps = iblr.Gaussian.standard(3), nowhere(3), []
+    for age in range(1, 20):
+        moved = eqx.tree_at(lambda q: q.mean, q, q.mean + 0.1 * age)
+        seen = drift.with_q(seen, moved, jnp.eye(3), jnp.asarray(float(age)), jnp.ones(()))
+        gaps.append(float(seen.gap))
+    assert gaps[6] == 0 and seen.earlier.age == 8 and seen.later.age == 16
+    share, way = 8 / 19, 0.5 * 3 * (0.1 * 11) ** 2
+    np.testing.assert_allclose(gaps[-1], way / ((1 - share**2) ** 2 / share + 1 - share**3), 1e-5)
+    seen = drift.with_q(seen, q, jnp.eye(3), jnp.asarray(0.0), jnp.ones(()))
+    assert seen.gap == 0 and seen.earlier.age == 0 and seen.later.age == 0
+
+
+def test_a_change_of_scale_costs_what_it_is_told_to():
+    q = iblr.Gaussian.standard(4)
+    wide = iblr.Gaussian.from_covariance(jnp.zeros(4), 1.02 * jnp.eye(4))
+    past = Past(q.mean, jnp.eye(4), jnp.asarray(8.0))
+    plain, flat = (float(drift._way(wide, past, jnp.asarray(c))) for c in (1.0, 0.1))
+    np.testing.assert_allclose(plain, 0.25 * 4 * 0.02**2, rtol=1e-3)
+    np.testing.assert_allclose(flat, 0.1 * plain, rtol=1e-3)

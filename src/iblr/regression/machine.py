@@ -29,11 +29,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from iblr.linalg import matmul, symmetric_eigen
+from iblr.regression import drift
 from iblr.regression.approach import approach
 from iblr.regression.finish import finish
 from iblr.regression.models import Model, score_of_q
 from iblr.regression.pairs import Look, Whitened, look
-from iblr.regression.state import Regression, Trusted
+from iblr.regression.state import CALM, Regression, Trusted
 from iblr.target import Target
 
 SMALLEST = 0.25  # what a precision may fall to in one step
@@ -144,22 +145,25 @@ def _moved(
     shrink = jnp.minimum(1, radius * jnp.sqrt(d) / jnp.maximum(length, 1e-30))
     factor = family.factor + matmul(U * (scale - 1), matmul(U.T, family.factor))
     inverse = state.inverse + matmul(U * (1 / scale - 1), matmul(U.T, state.inverse))
-    drift = matmul(factor.T, inverse)  # the identity, but for rounding: one step of Newton's method
-    better = 2 * inverse - matmul(inverse, drift)
-    near = jnp.abs(drift - jnp.eye(d, dtype=drift.dtype)).max() < 0.5 / d
+    product = matmul(factor.T, inverse)  # I, but for rounding: one step of Newton's method
+    better = 2 * inverse - matmul(inverse, product)
+    near = jnp.abs(product - jnp.eye(d, dtype=product.dtype)).max() < 0.5 / d
     inverse = jnp.where(near, better, inverse)
     mean = family.mean - matmul(shrink * step, factor)
     log_det = family.log_det - jnp.log(precision).sum()
     widened = 0.25 * jnp.sum((precision - 1) ** 2 / precision)  # the mean of both divergences
     moved = widened + 0.5 * jnp.sum((shrink * step) ** 2)
+    family = dataclasses.replace(family, mean=mean, factor=factor, log_det=log_det)
+    age = jnp.where(state.finishing, state.calm - CALM, 0).astype(moved.dtype)
     radius = jnp.where((shrink < 1) & reliable, 2 * radius, radius)
     radius = jnp.where(shrink < 1, radius, jnp.maximum(1, radius / 2))
     return dataclasses.replace(
         state,
-        family=dataclasses.replace(family, mean=mean, factor=factor, log_det=log_det),
+        family=family,
         inverse=inverse,
         radius=radius,
         moved=moved,
+        drift=drift.with_q(state.drift, family, inverse, age, state.scale.curvature),
         last=base,
         lead=seen.gradients.mean(0),
         narrowed=jnp.zeros_like(state.narrowed),

@@ -39,11 +39,15 @@ class Radial(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """What the log of all precisions is to change by, if it is known; and the gap this leaves."""
+    """What the log of all precisions is to change by, if it is known; and the gap this leaves.
+
+    `curvature` is that of the ELBO in t in units of that of the divergence, 1 where not known.
+    """
 
     change: Float[Array, ""]
     known: Bool[Array, ""]
     gap: Float[Array, ""]
+    curvature: Float[Array, ""]
 
 
 def nothing(like: Float[Array, ""]) -> Radial:
@@ -80,4 +84,4 @@ def scale(radial: Radial, log_scale: Float[Array, ""], dim: int, pairs: Float[Ar
     change = (kappa / curvature).clip(-LARGEST_STEP, LARGEST_STEP)
     # ELBO'' in t is 2 d (1 + b); kappa has the variance rest / (d^2 pairs).
     gap = 0.25 * rest / (dim * pairs * curvature)
-    return Scale(change, known, jnp.where(known, gap, 0))
+    return Scale(change, known, jnp.where(known, gap, 0), jnp.where(known, curvature, 1))
