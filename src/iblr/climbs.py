@@ -135,7 +135,7 @@ def look_around(
         climbs += 1
         climb = _Climb(target, around, start, elbo, jax.random.fold_in(key, index))
         mode = climb.go_on(min(PATIENCE, affordable))
-        if mode is not None and not _is_among(mode, modes):
+        if mode is not None and mode.matters and not _is_among(mode, modes):
             mode = climb.go_on(min((1 + AGAIN) * PATIENCE, affordable))
         spent += climb.step * per_batch
         if mode is None or _is_among(mode, modes):

@@ -201,7 +201,8 @@ def settle(
             return dataclasses.replace(_before_the_cut(now.reached, whole), stopped_by=ended)
         after = max_gradients - whole.num_gradients
         ahead = cost(last.family, 2 * now.length) + RESERVE
-        batches = (after - ahead if after > ahead else after) // (2 * DRAWS)
+        after = min(after - ahead if after > ahead else after, cost(last.family, now.length))
+        batches = max(after // (2 * DRAWS), 1)  # what a look costs more tells less than a round
         before = None if now.reached is None else now.reached.family
         try:
             seen = _look(target, before, last.family, key, now.length, tol, batches)

@@ -109,6 +109,17 @@ class Mode(NamedTuple):
         variance = (1 - share) + share * self.width**2 + share * (1 - share) * self.distance**2
         return 0.5 * math.log(variance)
 
+    @property
+    def matters(self) -> bool:
+        """Whether a verdict would speak of it."""
+        return not (self.log_mass <= math.log(LARGEST_MODE) and self.spread <= GOOD_SPREAD)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether rounding decides if it has a mass that would matter."""
+        could_matter = not self.log_mass + self.resolution <= math.log(LARGEST_MODE)
+        return self.resolution > ROUNDED and could_matter
+
     def without(self, log_held: float) -> "Mode | None":
         """What is left of it without the mass that q has there; None if that is half or more."""
         share = math.exp(min(log_held - self.log_mass, 0.0)) if math.isfinite(log_held) else 0.0
@@ -257,22 +268,26 @@ def _of_values(seen: Importance) -> list[Finding]:
 
 
 def _of_modes(diagnosis: Diagnosis) -> list[Finding]:
-    rounded = [mode for mode in diagnosis.modes if mode.resolution > ROUNDED]
-    if rounded:
-        mode = rounded[0]
-        reason = (
-            f"log p may be larger {_distance(mode)} sd away, but is rounded to "
-            f"{mode.resolution:.2g} nats there"
-        )
-        return [Finding("Fair", reason, "compute in float64, or mend the log density there")]
-    if not diagnosis.modes:
+    rounded = [mode for mode in diagnosis.modes if mode.is_rounded]
+    told = [mode for mode in diagnosis.modes if not mode.is_rounded]
+    return [_of_rounding(mode) for mode in rounded[:1]] + _of_regions(told)
+
+
+def _of_rounding(mode: Mode) -> Finding:
+    away, nats = _distance(mode), f"{mode.resolution:.2g} nats"
+    reason = f"log p may be larger {away} sd away, but is rounded to {nats} there"
+    return Finding("Fair", reason, "compute in float64, or mend the log density there")
+
+
+def _of_regions(modes: list[Mode]) -> list[Finding]:
+    if not modes:
         return []
-    mode = max(diagnosis.modes, key=lambda m: math.inf if math.isnan(m.log_mass) else m.log_mass)
+    mode = max(modes, key=lambda m: math.inf if math.isnan(m.log_mass) else m.log_mass)
     if not mode.log_mass <= math.log(LARGEST_MODE):
         held = mode.share
         known = f"about {100 * held:.0f} % of the mass"
         return [_of_region(mode, "Bad", "mass that cannot be told" if math.isnan(held) else known)]
-    mode = max(diagnosis.modes, key=lambda m: m.spread)
+    mode = max(modes, key=lambda m: m.spread)
     grade = _grade(mode.spread, GOOD_SPREAD, LARGEST_SPREAD)
     if grade == "Good":
         return []
