@@ -18,7 +18,7 @@ predicts the newest batch better than the current q does (three times), what is 
 the moments are averaged over all batches with weights c/(c + k), extreme pairs trimmed. A younger
 average runs beside the older and takes its place if it predicts better: the older had begun too
 early. The residuals of a batch under a model that has not seen it tell how much noise the average
-still has: the gap.
+still has, and `drift` whether it still goes somewhere: the gap.
 """
 
 import dataclasses
