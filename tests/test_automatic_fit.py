@@ -1024,7 +1024,7 @@ def test_conditions_beyond_the_precision_are_named():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"init": jnp.array([1.0, 2.0, 3.0]), "support": iblr.simplex}, "a point on its support"),
+        ({"init": jnp.array([1.0, 2.0, 3.0]), "support": iblr.simplex}, "inside its support"),
         ({"init": KEY}, "needs numbers, a posterior or a family"),
         ({"state": [0.0] * 1000}, "but got a list"),
     ],
