@@ -134,13 +134,10 @@ def look_around(
             break
         climbs += 1
         climb = _Climb(target, around, start, elbo, jax.random.fold_in(key, index))
-        mode = climb.go_on(min(PATIENCE, affordable))
-        if mode is not None and mode.matters and not _is_among(mode, modes):
-            mode = climb.go_on(min((1 + AGAIN) * PATIENCE, affordable))
+        mode = _news(climb.go_on(min(PATIENCE, affordable)), q, modes, key)
+        if mode is not None and mode.matters:
+            mode = _news(climb.go_on(min((1 + AGAIN) * PATIENCE, affordable)), q, modes, key)
         spent += climb.step * per_batch
-        if mode is None or _is_among(mode, modes):
-            continue
-        mode = mode.without(float(_held(q, mode.family, jax.random.fold_in(key, HELD_TAG))))
         modes += [] if mode is None else [mode]
     return Seen(tuple(modes), climbs, len(starts) - climbs, spent)
 
@@ -163,8 +160,13 @@ def _starts(q: Gaussian, key: Key[Array, ""]) -> list[np.ndarray]:
     return [mean + sign * way for way in ways for sign in (1, -1)]
 
 
-def _is_among(mode: Mode, modes: list[Mode]) -> bool:
-    return any(_seen_from(m.family, mode.family)[0] <= NEAR for m in modes)
+def _news(
+    mode: Mode | None, q: AbstractFamily, modes: list[Mode], key: Key[Array, ""]
+) -> Mode | None:
+    """What is new in a mode: not known, and lacking in q."""
+    if mode is None or any(_seen_from(m.family, mode.family)[0] <= NEAR for m in modes):
+        return None
+    return mode.without(float(_held(q, mode.family, jax.random.fold_in(key, HELD_TAG))))
 
 
 class _Climb:
@@ -215,5 +217,10 @@ def _seen_from(q: Gaussian, other: Gaussian) -> tuple[float, float]:
     """How far the mean of the other is, and its widest direction, in standard deviations of q."""
     way = np.asarray(other.mean, float) - np.asarray(q.mean, float)
     rows = np.vstack([way, np.asarray(other.factor, float)])
-    whitened = np.linalg.lstsq(np.asarray(q.factor, float).T, rows.T)[0]  # it may be singular
+    if not np.isfinite(rows).all():
+        return math.inf, math.inf
+    try:
+        whitened = np.linalg.solve(np.asarray(q.factor, float).T, rows.T)
+    except np.linalg.LinAlgError:  # singular, of a fit that went wrong
+        return math.inf, math.inf
     return float(np.linalg.norm(whitened[:, 0])), float(np.linalg.norm(whitened[:, 1:], 2))

@@ -18,10 +18,12 @@ Every finding is Good, Fair or Bad, and the worst of them is the verdict:
             than half of itself
     Bad     KL(q || p) above 0.5 nats, or above 0.05 for every coordinate if that is more (*)
     Fair    k-hat between 0.5 and 0.7: averages over draws converge, but slowly; not where the
-            weighted draws are worth 98 % of all, since k-hat of nearly constant weights is noise
+            weighted draws are worth 98 % of all, the KL is small and tails are light, since k-hat
+            of nearly constant weights is noise
     Fair    tails: the target has 0.25 % of its mass where a Gaussian q has 1e-4
-    Fair    log p is rounded to so few digits that nothing can be told, here or where it seems to be
-            larger
+    Fair    log p is rounded to so few digits that nothing can be told; or it is rounded to more
+            than a nat where it seems to be larger, and rounding decides, or is a hundred times that
+            where q is
     Fair    a mean is off by more than a tenth of a standard deviation, a standard deviation by more
             than a tenth of itself, or a marginal probability by more than 0.05
     Fair    KL(q || p) above 0.1 nats, or above 0.01 for every coordinate if that is more (*)
@@ -72,7 +74,7 @@ HALF = 0.5
 LARGEST_SHARE_UNDEFINED, LARGEST_SHARE_EXCLUDED = 0.01, 0.1
 NEARLY_ALL, MOST, ALL_BUT_FEW = 0.8, 0.95, 0.98
 NO_MEAN = 1.0  # k-hat beyond which weights have no mean
-ROUNDED = 1.0  # nats to which log p is rounded, where nothing is said of a region
+ROUNDED, PROPORTION = 1.0, 100.0  # nats to which log p is rounded in a region, and over those at q
 COARSE, MANY_TIMES = 0.05, 20  # nats to which log p is rounded, and what they may add up to
 GRADES = ("Bad", "Fair", "Good")
 
@@ -111,14 +113,18 @@ class Mode(NamedTuple):
 
     @property
     def matters(self) -> bool:
-        """Whether a verdict would speak of it."""
+        """Whether a verdict would speak of it, were it not rounding."""
         return not (self.log_mass <= math.log(LARGEST_MODE) and self.spread <= GOOD_SPREAD)
 
-    @property
-    def is_rounded(self) -> bool:
-        """Whether rounding decides if it has a mass that would matter."""
-        could_matter = not self.log_mass + self.resolution <= math.log(LARGEST_MODE)
-        return self.resolution > ROUNDED and could_matter
+    def is_rounded(self, resolution: float) -> bool:
+        """Whether its mass may be rounding, which is of `resolution` where q is.
+
+        It decides if the mass would matter, or values of log p are out of all proportion there.
+        """
+        least, most = self.log_mass - self.resolution, self.log_mass + self.resolution
+        could_matter, must_matter = (x > math.log(LARGEST_MODE) for x in (most, least))
+        in_proportion = self.resolution <= PROPORTION * resolution
+        return self.resolution > ROUNDED and could_matter and not (must_matter and in_proportion)
 
     def without(self, log_held: float) -> "Mode | None":
         """What is left of it without the mass that q has there; None if that is half or more."""
@@ -268,8 +274,9 @@ def _of_values(seen: Importance) -> list[Finding]:
 
 
 def _of_modes(diagnosis: Diagnosis) -> list[Finding]:
-    rounded = [mode for mode in diagnosis.modes if mode.is_rounded]
-    told = [mode for mode in diagnosis.modes if not mode.is_rounded]
+    here = diagnosis.importance.resolution
+    rounded = [mode for mode in diagnosis.modes if mode.is_rounded(here)]
+    told = [mode for mode in diagnosis.modes if not mode.is_rounded(here)]
     return [_of_rounding(mode) for mode in rounded[:1]] + _of_regions(told)
 
 
