@@ -12,7 +12,7 @@ from helpers import agrees, assert_same_bits, no_type_hook, slow
 import iblr
 from iblr import Status, automatic, climbs, regression, settling, starts, unattended, verdict
 from iblr.families.base import bold_steps
-from iblr.history import Progress
+from iblr.history import Progress, ProgressLine, Watch
 from iblr.improper import has_endless_ridge
 from iblr.regression import machine, radial
 from iblr.regression.finish import finish
@@ -1055,3 +1055,29 @@ def test_rays_see_a_prior_that_is_a_family_by_its_points():
     target = iblr.Target(log_likelihood=lambda z: 1.2 * z.sum(), prior=prior)
     fitted = fit(target, family=prior, init=None, throw=False)
     assert fitted.status == Status.improper and np.isnan(fitted.gap_bound)
+
+
+def test_where_a_fit_began_is_kept_when_it_goes_on():
+    """A way is known to be endless by how much wider q is than at the start."""
+    first = iblr.DiagonalGaussian.from_variances(jnp.zeros(2), 0.01 * jnp.ones(2))
+    part = fit(family=first, init=None, max_gradients=12000)
+    assert isinstance(part.state, settling.Settling)
+    watch = Watch(None, ProgressLine(False), 0.0)
+    task = unattended.Task(curved, part.family, KEY, part.state, 0.01, None, None, watch)
+    variances = unattended._first_variances(part, task)
+    np.testing.assert_allclose(variances, 0.01, rtol=1e-5)
+
+
+def test_an_interrupt_after_a_failure_leaves_it_one(monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(unattended, "_named_if_improper", interrupted)
+    fitted = fit(lambda z: z.sum(), throw=False)
+    assert fitted.status == Status.improper and fitted.stopped_by == "failure"
+
+
+def test_compiling_is_not_taken_for_the_price_of_the_verdict():
+    """The first stretch does not count, in which the program is compiled."""
+    fitted = fit(lambda z: curved(z) - 0.1 * (z**2).sum(), max_seconds=8.0)
+    assert fitted.stopped_by == "tol"

@@ -27,7 +27,6 @@ from iblr.target import Target
 FIRST_STRETCH, STRETCH = 4, 32
 SECONDS = 0.5  # that a stretch should take
 MOST_NARROWINGS = 100
-FAR = 1.0  # nats: of a q whose gap may be larger the best one seen is returned
 
 
 class Found(NamedTuple):
@@ -115,7 +114,7 @@ def fit_by_regression(state: Regression, target: Target, budget: Budget, watch: 
     tol = np.asarray(budget.tol, state.family.dtype)
     none = np.zeros(0)
     history, standing = [Found(none, none, none, none)], None
-    limit, reason, rate = FIRST_STRETCH, None, np.inf
+    limit, reason, rate = FIRST_STRETCH, None, 0.0
     try:
         while reason is None:
             begun = time.perf_counter()
@@ -126,7 +125,8 @@ def fit_by_regression(state: Regression, target: Target, budget: Budget, watch: 
             state, standing, step = after[0], now, int(now.step)
             history.append(rows)
             ended = time.perf_counter()
-            rate = min(rate, (ended - begun) / max(len(rows.elbo) * per_step, 1))
+            if len(history) > 2:  # the first stretch may have been compiled
+                rate = (ended - begun) / max(len(rows.elbo) * per_step, 1)
             deadline = budget.deadline_at(rate)
             told = Progress(
                 step=step,
@@ -189,8 +189,7 @@ def _posterior(
     if status == Status.not_converged and _is_ill_conditioned(state):
         status = Status.inaccurate
     unsettled = status in (Status.not_converged, Status.inaccurate)
-    lost = unsettled or (stopped_by != "failure" and gap > FAR)
-    best = state.trusted.family if lost else state.family
+    best = state.trusted.family if unsettled else state.family
     log_det = 2 * np.linalg.slogdet(np.asarray(best.factor))[1]  # without what rounding did
     family = dataclasses.replace(best, log_det=jnp.asarray(log_det))
     return Posterior(
@@ -223,6 +222,8 @@ def _posterior(
 def _is_ill_conditioned(state: Regression) -> bool:
     """Whether correlations of q are beyond what numbers of its precision resolve."""
     factor = np.asarray(state.family.factor, np.float64)
+    if not np.isfinite(factor).all():
+        return True
     correlations = factor / np.maximum(np.linalg.norm(factor, axis=0), np.finfo(float).tiny)
     eps = float(jnp.finfo(state.family.dtype).eps)
     return bool(np.linalg.cond(correlations) ** 2 * eps > 1)

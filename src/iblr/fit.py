@@ -86,8 +86,8 @@ def fit(
             batch), those of the verdict included; None is 20 000 for a full Gaussian of up to 1000
             coordinates (100 000 with minibatches), 400 000 else, or 200 d, if that is more.
         max_seconds: time after which to stop, compilation included (all runs of a batch together).
-            A full Gaussian leaves up to half of it for the verdict; what that takes more, comes on
-            top.
+            A full Gaussian of up to 1000 coordinates leaves up to half for the verdict; what that
+            takes more, comes on top.
         estimator: how the natural gradient is estimated; None is `Stl(pairs=8)`, for a mixture in d
             dimensions `Stl(pairs=d/20)`.
         step_size: t, a number or a schedule of the step index (any of optax's). None is

@@ -85,6 +85,7 @@ class Settling(eqx.Module):
         state: that of the round under way.
         length: its steps.
         reached: what the rounds before it reached.
+        start: before all of them.
         bounds: on the gap after each of them, but the first.
         gain: of the last of them on the one before.
     """
@@ -92,6 +93,7 @@ class Settling(eqx.Module):
     state: State
     length: int
     reached: Posterior | None
+    start: AbstractFamily
     bounds: tuple[float, ...] = ()
     gain: "Gain | None" = None
 
@@ -152,7 +154,7 @@ class Looked(NamedTuple):
 
 def begin(family: AbstractFamily, key: Key[Array, ""]) -> Settling:
     """Before the first round."""
-    return Settling(init(family, key), _defaults(family).first_round, None)
+    return Settling(init(family, key), _defaults(family).first_round, None, family)
 
 
 def method(family: AbstractFamily, num_steps: int) -> dict[str, Any]:
@@ -202,7 +204,7 @@ def settle(
         after = max_gradients - whole.num_gradients
         ahead = cost(last.family, 2 * now.length) + RESERVE
         after = min(after - ahead if after > ahead else after, cost(last.family, now.length))
-        batches = max(after // (2 * DRAWS), 1)  # what a look costs more tells less than a round
+        batches = after // (2 * DRAWS)  # what a look costs more than a round tells less than one
         before = None if now.reached is None else now.reached.family
         try:
             seen = _look(target, before, last.family, key, now.length, tol, batches)
@@ -224,7 +226,7 @@ def settle(
         if max_gradients - spent < cost(last.family, 2 * now.length) + RESERVE:
             return dataclasses.replace(whole, stopped_by="max_gradients")
         fresh = init(last.family, jax.random.fold_in(key, ROUND_TAG + now.length))
-        now = Settling(fresh, 2 * now.length, whole, bounds, seen.gain)
+        now = Settling(fresh, 2 * now.length, whole, now.start, bounds, seen.gain)
 
 
 def _before_the_cut(reached: Posterior | None, whole: Posterior) -> Posterior:

@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import PyTree
 
 from iblr.families.base import AbstractFamily
@@ -16,7 +17,7 @@ from iblr.families.diagonal import DiagonalGaussian
 from iblr.families.gaussian import Gaussian
 from iblr.posterior import Posterior
 
-MATRICES = 20  # of d x d numbers that fitting a full Gaussian may need
+MATRICES = 24  # of d x d numbers that fitting a full Gaussian may need
 SHARE = 0.5  # of the memory
 
 
@@ -70,7 +71,7 @@ def _given(family: Any, init: Any, support: Any, call: str) -> AbstractFamily:
 
 def _around(point: PyTree, family: Any, support: Any, call: str) -> AbstractFamily:
     """A standard Gaussian, of any class, around a point."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(point)):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(point)):
         raise ValueError(
             f"`{call}` cannot be traced by `jax.jit`, `jax.vmap` or `jax.grad`, but got a traced "
             "`init`. For many fits pass an array of keys; a loop of your own takes `iblr.step`."
@@ -102,11 +103,15 @@ def _around(point: PyTree, family: Any, support: Any, call: str) -> AbstractFami
         )
     start = family.standard(like=point, support=support)
     mean = np.asarray(start.structure.ravel(point, f"{call}(init=...)"), start.dtype)
-    on_support = start.structure.is_real or bool(start.structure.contains(point)[0])
-    if mean.ndim != 1 or not np.isfinite(mean).all() or not on_support:
+    if mean.ndim != 1 or not np.isfinite(mean).all():
         raise ValueError(
             f"`{call}(init=...)` must be a finite point inside its support, but got "
             f"{point!r} with the coordinates {mean}."
+        )
+    if not (start.structure.is_real or bool(start.structure.contains(point)[0])):
+        raise ValueError(
+            f"`{call}(init=...)` must be a point inside its support, but got {point!r}. Numbers on "
+            "a simplex must sum to 1."
         )
     return dataclasses.replace(start, mean=jnp.asarray(mean))
 

@@ -147,7 +147,7 @@ def _fit_one(task: Task, looked: int) -> Posterior:
     limit = int(task.max_gradients or _default_limit(task.target, family, regresses))
     left = _left(limit - looked, family)
     if regresses:
-        posterior = _by_regression(task, left)
+        posterior = _by_regression(task, left, limit)
     elif family.growth is not None:
         posterior = _in_rounds(task, left)
     else:
@@ -161,6 +161,8 @@ def _fit_one(task: Task, looked: int) -> Posterior:
             return _failed(posterior, posterior.status)
         return _judged(posterior, task, limit)
     except KeyboardInterrupt:
+        if posterior.stopped_by == "failure":
+            return _failed(posterior, posterior.status)
         return dataclasses.replace(
             posterior, status=Status.interrupted, stopped_by="interrupt", diagnosis=None
         )
@@ -213,13 +215,13 @@ def _resumed(task: Task, kind: type) -> Any:
     return state
 
 
-def _by_regression(task: Task, left: int) -> Posterior:
+def _by_regression(task: Task, left: int, limit: int) -> Posterior:
     family: Gaussian = task.family
     per_step = 2 * regression.num_pairs(family.dim)
     _refuse_if_below(left, FEWEST_BATCHES * per_step, family)
     fresh = task.state is None
     now = regression.begin(family, task.key) if fresh else _resumed(task, Regression)
-    spare = evaluations(family, DRAWS)
+    spare = evaluations(family, _num_draws(limit))
     budget = automatic.Budget(task.tol, left // per_step, task.watch.started, task.deadline, spare)
     return automatic.fit_by_regression(now, task.target, budget, task.watch)
 
@@ -248,8 +250,13 @@ def _first_variances(posterior: Posterior, task: Task) -> Float[Array, " d"] | N
     """Those of the start in real coordinates, where there are any."""
     if isinstance(posterior.state, Regression):
         return posterior.state.first
-    start = surroundings(task.family, jax.random.fold_in(task.key, CLIMB_TAG))
+    start = surroundings(_start(task), jax.random.fold_in(task.key, CLIMB_TAG))
     return None if start is None else start.variances
+
+
+def _start(task: Task) -> AbstractFamily:
+    """Where the fit began, before it was gone on with."""
+    return task.state.start if isinstance(task.state, Settling) else task.family
 
 
 def _failed(posterior: Posterior, status: Status) -> Posterior:
@@ -312,7 +319,8 @@ def _by_settling(task: Task, left: int) -> Posterior:
         now = _resumed(task, Settling)
         now = dataclasses.replace(now, reached=rounds.without_counts(now.reached))
     posterior = settling.settle(run, now, target, task.tol, left, task.key)
-    return _ended(posterior, family, limits.reason or posterior.stopped_by, posterior.num_gradients)
+    reason = limits.reason or posterior.stopped_by
+    return _ended(posterior, _start(task), reason, posterior.num_gradients)
 
 
 def _ended(
@@ -368,11 +376,12 @@ def _judged(posterior: Posterior, task: Task, limit: int) -> Posterior:
             unlooked="give a larger `max_gradients=` or `max_seconds=`",
         )
         spent += seen.gradients
-        first = _first_variances(posterior, task)
         affordable = max(limit - spent, 0) // MOST_EVALUATIONS
+        modes = _large_enough(seen.modes, q)[:affordable]
+        first = _first_variances(posterior, task) if modes else None
         if first is not None:
             known = over_points(target, q, around)
-            for mode in _large_enough(seen.modes, q)[:affordable]:
+            for mode in modes:
                 on, evaluated = has_endless_ridge(known, first, mode.family)
                 endless, spent = endless or on, spent + evaluated
     found = diagnosis.importance

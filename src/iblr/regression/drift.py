@@ -5,8 +5,9 @@ curvature exp(-2 log tau) of a centred hierarchy, few see it, and q goes on for 
 by steps that are small beside their noise. So q is compared with itself at an earlier age. With
 weights proportional to the age of a batch (c = 2) noise alone would, between the ages r n and n,
 move it on average by (1 - r^2)^2 / r + 1 - r^3 in units of what noise still costs at n. What it has
-moved in nats, over that number, is the gap if it is noise, and more if it is not. A change of the
-scale as a whole costs what `radial` says.
+moved in nats, over that number, is the gap if it is noise, and more if it is not. (The batches with
+which the finish begins are not counted: while it is young, noise alone tells half or less.) A
+change of the scale as a whole costs what `radial` says.
 """
 
 from typing import NamedTuple
@@ -65,7 +66,10 @@ def with_q(
     known = (share > 0) & (share < 1)
     share = jnp.where(known, share, 0.5)
     by_noise = (1 - share**2) ** 2 / share + 1 - share**3
-    return Drift(earlier, later, jnp.where(known, _way(q, earlier, curvature) / by_noise, 0))
+    gap = jax.lax.cond(
+        known, lambda: _way(q, earlier, curvature) / by_noise, lambda: jnp.zeros_like(by_noise)
+    )
+    return Drift(earlier, later, gap)
 
 
 def _way(q: Gaussian, past: Past, curvature: Float[Array, ""]) -> Float[Array, ""]:
