@@ -1,6 +1,7 @@
 """Averages over all batches, once noise is all that is left."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +33,49 @@ def finish(
     state: Regression, batch: Pairs, seen: Whitened, base: Float[Array, ""]
 ) -> tuple[Regression, Model, Bool[Array, ""]]:
     """All moments with the new ones among them, solved."""
-    P, d = seen.noise.shape
     trimmed = _trimmed(state, batch, seen)
     new = averaged(jax.tree.map(lambda x: x[None], trimmed), jnp.ones(1, bool))
+    race = _raced(state, seen, base, new)
+    noise = _noise_of(seen)
+    first = (state.noise == 0).all()
+    recent = NOISE_FORGETTING / (NOISE_FORGETTING + (state.calm - CALM) + 1)
+    usual_residual = jnp.where(first, noise[1], state.noise[1])
+    residuals = jnp.sum(seen.excess**2, axis=1) / jnp.maximum(usual_residual, tiny(seen.noise))
+    residuals = jnp.concatenate([state.extremes, residuals])
+    usual = 0.9 * state.usual + 0.1 * jnp.minimum(base, 3 * state.usual)
+    relapsed = jnp.minimum(base, state.last) > jnp.maximum(RELAPSE * usual, 1)
+    rate = jnp.where(first, 1.0, race.rate)
+    fresh = dataclasses.replace(
+        state,
+        count=jnp.where(relapsed, 0, state.count),
+        window=jnp.where(relapsed, 0, state.window),
+        calm=jnp.where(relapsed, 0, state.calm + 1),
+        finishing=~relapsed,
+        older=race.older,
+        younger=race.younger,
+        advantage=race.advantage,
+        effective=race.effective,
+        noise=jnp.where(first, noise, state.noise + recent * (noise - state.noise)),
+        extremes=jnp.sort(residuals)[-EXTREMES:],
+        radial=radial.with_batch(state.radial, seen, state.log_scale, rate),
+        usual=usual,
+    )
+    return fresh, _rescaled(fresh, _solved(state, race.older)), jnp.zeros((), bool)
+
+
+class _Race(NamedTuple):
+    """What a batch makes of older and younger moments, see `Regression`; `rate` is its weight."""
+
+    older: Moments
+    younger: Moments
+    advantage: Float[Array, "3"]
+    effective: Float[Array, ""]
+    rate: Float[Array, ""]
+
+
+def _raced(state: Regression, seen: Whitened, base: Float[Array, ""], new: Moments) -> _Race:
+    """Both with the new ones; the younger in the place of the older if they predict better."""
+    P, d = seen.noise.shape
     gain = base - score(_solved(state, state.younger), seen)
     gain = jnp.where(state.younger.age * P >= d, gain, jnp.nan)
     number, mean, squares = state.advantage
@@ -43,42 +84,28 @@ def finish(
     advantage = jnp.where(jnp.isfinite(gain), told, state.advantage)
     number, mean, squares = advantage
     error = jnp.sqrt(squares / jnp.maximum(number - 1, 1) / jnp.maximum(number, 1))
-    younger = blended(state.younger, new)
     swap = (number >= 4) & (mean > SURE * error)
     older = jax.tree.map(lambda y, o: jnp.where(swap, y, o), state.younger, state.older)
     effective = jnp.where(swap, jnp.maximum(0.75 * older.age, 1), state.effective)
     rate = rate_of(older)
-    effective = 1 / (rate**2 + (1 - rate) ** 2 / effective)
+    younger = blended(state.younger, new)
     restart = swap | (younger.age >= jnp.maximum(0.5 * older.age, d / P + 6))
+    return _Race(
+        blended(older, new),
+        jax.tree.map(lambda x: jnp.where(restart, 0, x), younger),
+        jnp.where(restart, 0, advantage),
+        1 / (rate**2 + (1 - rate) ** 2 / effective),
+        rate,
+    )
+
+
+def _noise_of(seen: Whitened) -> Float[Array, "2"]:
+    """Of one pair, in nats: of the gradient, and of the excess."""
     used = (seen.noise != 0).any(1)  # pairs left out are zero, and average nothing
     kept = used.sum(dtype=seen.noise.dtype)
     spread = jnp.sum((seen.gradients - seen.gradients.mean(0)) ** 2) / jnp.maximum(kept - 1, 1)
     noise = jnp.stack([spread, jnp.sum(seen.excess**2) / jnp.maximum(kept, 1)])
-    noise = noise * (P / jnp.maximum(kept, 1))
-    first = (state.noise == 0).all()
-    recent = NOISE_FORGETTING / (NOISE_FORGETTING + (state.calm - CALM) + 1)
-    usual_residual = jnp.where(first, noise[1], state.noise[1])
-    residuals = jnp.sum(seen.excess**2, axis=1) / jnp.maximum(usual_residual, tiny(seen.noise))
-    residuals = jnp.concatenate([state.extremes, residuals])
-    usual = 0.9 * state.usual + 0.1 * jnp.minimum(base, 3 * state.usual)
-    relapsed = jnp.minimum(base, state.last) > jnp.maximum(RELAPSE * usual, 1)
-    older = blended(older, new)
-    fresh = dataclasses.replace(
-        state,
-        count=jnp.where(relapsed, 0, state.count),
-        window=jnp.where(relapsed, 0, state.window),
-        calm=jnp.where(relapsed, 0, state.calm + 1),
-        finishing=~relapsed,
-        older=older,
-        younger=jax.tree.map(lambda x: jnp.where(restart, 0, x), younger),
-        advantage=jnp.where(restart, 0, advantage),
-        effective=effective,
-        noise=jnp.where(first, noise, state.noise + recent * (noise - state.noise)),
-        extremes=jnp.sort(residuals)[-EXTREMES:],
-        radial=radial.with_batch(state.radial, seen, state.log_scale, jnp.where(first, 1.0, rate)),
-        usual=usual,
-    )
-    return fresh, _rescaled(fresh, _solved(state, older)), jnp.zeros((), bool)
+    return noise * (len(used) / jnp.maximum(kept, 1))
 
 
 def _rescaled(state: Regression, model: Model) -> Model:

@@ -13,8 +13,9 @@ the gradient at the mean is averaged over batches after moving each along the mo
 
 *Approach.* Candidates are all models over the latest 1, 2, ... batches; the newest batch, which
 none of them has seen, is the judge, in nats: |y - yhat|^2/2 + |D - K E|^2/(4P). The longest window
-within a tenth of the best is taken, with the newest batch, and solved for. *Finish.* Once no model
-predicts the newest batch better than the current q does (three times), what is left is noise, and
+within a tenth of the best is taken, with the newest batch, and solved for; where q itself is best,
+the newest batch alone. *Finish.* Once the model chosen is no more than twice as good as the current
+q at predicting the newest batch (three times in a row), what is left is noise, and
 the moments are averaged over all batches with weights c/(c + k), extreme pairs trimmed. A younger
 average runs beside the older and takes its place if it predicts better: the older had begun too
 early. The residuals of a batch under a model that has not seen it tell how much noise the average
@@ -98,12 +99,19 @@ def _solve(state: Regression, found: Look) -> Regression:
 
 
 def _narrowed(state: Regression) -> Regression:
-    """Half the standard deviations: where they are is mostly outside of the target's domain."""
+    """Half the standard deviations: where they are is mostly outside of the target's domain.
+
+    What the gap of that is, nobody knows before the next step.
+    """
     q = state.family
     log_det = q.log_det - 2 * q.dim * math.log(2)
     family = dataclasses.replace(q, factor=0.5 * q.factor, log_det=log_det)
     return dataclasses.replace(
-        state, family=family, inverse=2 * state.inverse, narrowed=state.narrowed + 1
+        state,
+        family=family,
+        inverse=2 * state.inverse,
+        moved=jnp.full_like(state.moved, jnp.inf),
+        narrowed=state.narrowed + 1,
     )
 
 

@@ -17,7 +17,7 @@ from iblr.regression.models import Moments
 from iblr.regression.pairs import Pairs, num_pairs
 from iblr.regression.radial import Radial, Scale
 
-CALM = 3  # batches that no model predicts better than q, before the finish
+CALM = 3  # batches that no model predicts twice as well as q does, before the finish
 MEASURED = 3  # batches of the finish before their noise tells the gap
 EXTREMES = 64
 NUDGE = 1e-3  # standard deviations
@@ -57,7 +57,7 @@ class Regression(eqx.Module):
         memory: the latest batches.
         count: batches there are in `memory`.
         window: how many of them the last model was made of.
-        calm: batches in a row that no model predicted better than q, and those of the finish.
+        calm: batches in a row no model of which was twice as good as q, and those of the finish.
         finishing: whether noise is all that is left.
         older: moments of the finish.
         younger: moments begun later.
