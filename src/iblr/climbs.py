@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Key
 
 from iblr import regression
 from iblr.automatic import stretch
+from iblr.diagnosis import Mode
 from iblr.diagnostics import elbo
 from iblr.families.abstract_gaussian import AbstractGaussian
 from iblr.families.base import AbstractFamily
@@ -32,10 +33,10 @@ from iblr.families.mixture import GaussianMixture
 from iblr.families.positive import AbstractPositive
 from iblr.families.product import Product
 from iblr.families.skew_gaussian import SkewGaussian
+from iblr.purposes import Purpose, key_for
 from iblr.structure import Structure
 from iblr.support import positive
 from iblr.target import Target
-from iblr.verdict import Mode
 
 # Number of a direction, and a distance in sqrt(d) standard deviations.
 AWAY = ((0, 10.0), (1, 10.0), (2, 10.0), (0, 3.0), (0, 40.0), (1, 40.0))
@@ -46,7 +47,6 @@ AGAIN = 2  # times as many for a region that no climb has found before: it may s
 AT_ONCE = 2
 NEAR = WIDER = 3.0  # standard deviations of q
 DRAWS, FEW_DRAWS = 256, 32
-MOMENTS_TAG, HELD_TAG = 100, 101  # beyond the numbers of the starts
 
 
 def surroundings(q: AbstractFamily, key: Key[Array, ""]) -> Gaussian | None:
@@ -79,7 +79,7 @@ def is_one_point(q: AbstractFamily, key: Key[Array, ""]) -> bool:
 
 def _draws(q: AbstractFamily, structure: Structure, key: Key[Array, ""], num: int) -> np.ndarray:
     """Finite ones of q, in real coordinates."""
-    points = q.sample(jax.random.fold_in(key, MOMENTS_TAG), num)
+    points = q.sample(key_for(key, Purpose.MOMENTS), num)
     rows = np.asarray(structure.ravel(points, "fit"), np.float64)
     return rows[np.isfinite(rows).all(axis=1)]
 
@@ -132,9 +132,12 @@ def look_around(
         affordable = (max_gradients - spent) // per_batch
         if affordable < FEWEST or time.perf_counter() >= deadline:
             break
-        climbs += 1
-        climb = _Climb(target, around, start, elbo, jax.random.fold_in(key, index))
+        climb = _Climb(target, around, start, elbo, jax.random.fold_in(key, index), deadline)
         mode = _news(climb.go_on(min(PATIENCE, affordable)), q, modes, key)
+        if climb.was_late:  # too early to say where it leads
+            spent += climb.step * per_batch
+            break
+        climbs += 1
         if mode is not None and mode.matters:
             mode = _news(climb.go_on(min((1 + AGAIN) * PATIENCE, affordable)), q, modes, key)
         spent += climb.step * per_batch
@@ -163,10 +166,13 @@ def _starts(q: Gaussian, key: Key[Array, ""]) -> list[np.ndarray]:
 def _news(
     mode: Mode | None, q: AbstractFamily, modes: list[Mode], key: Key[Array, ""]
 ) -> Mode | None:
-    """What is new in a mode: not known, and lacking in q."""
-    if mode is None or any(_seen_from(m.family, mode.family)[0] <= NEAR for m in modes):
+    """What is new in a mode: not known, or much wider than what is, and lacking in q."""
+    if mode is None:
         return None
-    return mode.without(float(_held(q, mode.family, jax.random.fold_in(key, HELD_TAG))))
+    near = [m for m in modes if _seen_from(m.family, mode.family)[0] <= NEAR]
+    if any(mode.width <= WIDER * known.width for known in near):
+        return None
+    return mode.without(float(_held(q, mode.family, key_for(key, Purpose.HELD))))
 
 
 class _Climb:
@@ -178,12 +184,20 @@ class _Climb:
         mean: where it starts.
         elbo: of q.
         key: of the noise.
+        deadline: by the clock, at which it stops where it is.
     """
 
     def __init__(
-        self, target: Target, q: Gaussian, mean: np.ndarray, elbo: float, key: Key[Array, ""]
+        self,
+        target: Target,
+        q: Gaussian,
+        mean: np.ndarray,
+        elbo: float,
+        key: Key[Array, ""],
+        deadline: float,
     ):
         self.target, self.q, self.elbo, self.step = target, q, elbo, 0
+        self.deadline, self.was_late = deadline, False
         start = dataclasses.replace(q, mean=jnp.asarray(mean, q.dtype))
         state = regression.begin(start, key)
         self.state = dataclasses.replace(state, radius=jnp.asarray(FIRST_RADIUS, q.dtype))
@@ -196,6 +210,9 @@ class _Climb:
         """
         never, limit = np.asarray(-1.0, self.q.dtype), np.int32(AT_ONCE)
         while self.step + AT_ONCE <= patience:
+            if time.perf_counter() >= self.deadline:
+                self.was_late = True
+                break
             before = self.step
             self.state, found, standing = stretch(self.state, self.target, never, limit)
             found, standing = jax.device_get((found, standing))

@@ -9,8 +9,13 @@ as improper. At every distance two steps across the ray go back to the ridge, th
 with the precision of that Gaussian, the second with the curvature that the first has met (Barzilai
 & Borwein 1988), and the ray goes on through the highest point. Where p(s) s never falls with the
 distance s, the integral of p over log s grows with every further decade.
+
+A fit settles in spite of a floor, such as that of a robust likelihood of a parameter without a
+prior. So every coordinate is looked along, near and very far: where p(s) s is larger far off, and
+what that adds up to is not negligible beside the evidence, there is no end either.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -21,10 +26,12 @@ from jaxtyping import Array, Float
 from iblr.compiling import quickly_compiled
 from iblr.families.gaussian import Gaussian
 from iblr.importance import with_all_rows
+from iblr.tails import DIRECTIONS, log_densities
 from iblr.target import Target
 
 MOST_AXES = 4  # of each kind, each followed both ways
 WIDENED = 100.0  # times the standard deviation of the start: else q has no endless ridge
+WIDENED_REGION = 10.0  # the same of another region, which few batches have seen
 NEAREST, LEAST_REACH = 10.0, 1000.0  # standard deviations
 LARGEST_GROWTH = {4: 1e8, 8: 1e12}  # of standard deviations, by the bytes of a number
 DISTANCES = 6
@@ -32,6 +39,10 @@ STEPS = 2
 FEWEST = 3  # distances at which the target is finite
 LARGEST_RISE = 3.0  # nats along a ray
 MOST_EVALUATIONS = 4 * MOST_AXES * DISTANCES * (STEPS + 1)
+NEAR_AND_FAR = np.array([10.0, 20.0, 5e6, 1e7])  # standard deviations along a coordinate
+MOST_COORDINATES = 128
+NEGLIGIBLE = math.log(0.01)  # of a mass over the evidence
+COARSE = 0.05  # nats to which log p is rounded: it is then not to be compared so
 
 
 def largest_growth(dtype: Any) -> float:
@@ -39,16 +50,19 @@ def largest_growth(dtype: Any) -> float:
     return LARGEST_GROWTH[jnp.dtype(dtype).itemsize]
 
 
-def has_endless_ridge(target: Target, first: Float[Array, " d"], q: Gaussian) -> tuple[bool, int]:
+def has_endless_ridge(
+    target: Target, first: Float[Array, " d"], q: Gaussian, widened: float = WIDENED
+) -> tuple[bool, int]:
     """Whether a ray was found along which the target has no finite integral, and evaluations.
 
     Args:
         target: the target.
         first: variances of the start.
         q: from where and how wide to look.
+        widened: standard deviations in those of the start, from which on an axis is followed.
     """
     before, factor = np.sqrt(np.asarray(first, float)), np.asarray(q.factor, float)
-    ways = _widened_axes(before, factor)
+    ways = _widened_axes(before, factor, widened)
     if not len(ways):
         return False, 0
     whitened = np.linalg.lstsq(factor.T, ways.T)[0].T
@@ -61,13 +75,47 @@ def has_endless_ridge(target: Target, first: Float[Array, " d"], q: Gaussian) ->
     return improper, (STEPS + 1) * values.size
 
 
-def _widened_axes(first: np.ndarray, factor: np.ndarray) -> np.ndarray:
+def axis_evaluations(dim: int) -> int:
+    """Evaluations by `has_endless_axis`."""
+    rows = 2 * len(NEAR_AND_FAR) * min(dim, MOST_COORDINATES)
+    return math.ceil(rows / DIRECTIONS) * DIRECTIONS
+
+
+def has_endless_axis(target: Target, q: Gaussian, log_evidence: float, resolution: float) -> bool:
+    """Whether the target has no finite integral along a coordinate, one of the widest of q.
+
+    Args:
+        target: the target.
+        q: from where to look.
+        log_evidence: that of the target around q.
+        resolution: nats to which log p is rounded.
+    """
+    d, rows = q.dim, axis_evaluations(q.dim)
+    deviations = np.asarray(q.standard_deviations, np.float64)
+    widest = np.argsort(-deviations)[:MOST_COORDINATES]
+    ways = (np.diag(deviations)[widest, None] * NEAR_AND_FAR[:, None]).reshape(-1, d)
+    ways = np.concatenate([ways, -ways])
+    padded = np.concatenate([ways, np.zeros((rows - len(ways), d))]).reshape(-1, DIRECTIONS, d)
+    none = np.zeros((DIRECTIONS, d))
+    log_p = np.concatenate([log_densities(target, q, none, part) for part in padded])
+    log_p = log_p[: len(ways)].reshape(-1, len(NEAR_AND_FAR))
+    if resolution > COARSE:
+        return False
+    known = (np.isfinite(log_p) | (log_p == np.inf)).all(axis=1)
+    along = log_p[known] + np.log(NEAR_AND_FAR)  # of p(s) s
+    at_mean = log_evidence - 0.5 * (d * math.log(2 * math.pi) + float(q.log_det))
+    shares = along - at_mean - 0.5 * math.log(2 * math.pi)
+    rises = along[:, 2:].min(axis=1) >= along[:, :2].max(axis=1)
+    return bool((rises & (shares[:, 2:].min(axis=1) > NEGLIGIBLE)).any())
+
+
+def _widened_axes(first: np.ndarray, factor: np.ndarray, widened: float) -> np.ndarray:
     """Both ways along axes of q, and of coordinates, one standard deviation of q long."""
     _, widths, axes = np.linalg.svd((factor / first).T)
     deviations = np.linalg.norm(factor, axis=0)
     order = np.argsort(-deviations / first)[:MOST_AXES]
-    order = order[deviations[order] > WIDENED * first[order]]
-    of_q = axes[:MOST_AXES][widths[:MOST_AXES] > WIDENED] @ factor
+    order = order[deviations[order] > widened * first[order]]
+    of_q = axes[:MOST_AXES][widths[:MOST_AXES] > widened] @ factor
     ways = np.concatenate([of_q, np.diag(deviations)[order]])
     return np.concatenate([ways, -ways])
 

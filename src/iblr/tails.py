@@ -33,16 +33,27 @@ def mass_outside(
     squared_radius = float(chdtri(d, OUTSIDE))
     lengths = np.linalg.norm(directions, axis=1, keepdims=True)
     noise = np.sqrt(squared_radius) * directions / lengths
-    log_p = _log_densities(with_all_rows(target), q, jnp.asarray(noise, q.dtype))
+    log_p = log_densities(target, q, noise, np.zeros_like(noise))
     log_q = -0.5 * (squared_radius + d * np.log(2 * np.pi) + float(q.log_det))
-    log_weights = np.asarray(log_p, float) - log_q - log_evidence
+    log_weights = log_p - log_q - log_evidence
     known = log_weights[~np.isnan(log_weights)]
     return OUTSIDE * float(np.exp(np.minimum(known, 500.0)).mean()) if len(known) else np.nan
 
 
+def log_densities(
+    target: Target,
+    q: AbstractGaussian,
+    noise: Float[np.ndarray, "n d"],
+    ways: Float[np.ndarray, "n d"],
+) -> Float[np.ndarray, " n"]:
+    """log p at so many (`DIRECTIONS`) noises of q, and ways off from there."""
+    parts = (jnp.asarray(x, q.dtype) for x in (noise, ways))
+    return np.asarray(_log_densities(with_all_rows(target), q, *parts), np.float64)
+
+
 @quickly_compiled
 def _log_densities(
-    target: Target, q: AbstractGaussian, noise: Float[Array, "n d"]
+    target: Target, q: AbstractGaussian, noise: Float[Array, "n d"], ways: Float[Array, "n d"]
 ) -> Float[Array, " n"]:
     log_density = target.whole(q.structure, target.data)
-    return jax.lax.map(log_density, q.mean + q.colour(noise), batch_size=AT_ONCE)
+    return jax.lax.map(log_density, q.mean + q.colour(noise) + ways, batch_size=AT_ONCE)
