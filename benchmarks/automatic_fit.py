@@ -30,7 +30,7 @@ import gaussian_targets
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gaussian_targets import Problem
+from gaussian_targets import ERRORS, SCORES, Problem
 from posteriordb_models import Checkout, path_argument
 from reporting import Report, versions, whole_number
 
@@ -181,8 +181,7 @@ def two_modes(distance: float, dim: int) -> Callable:
 
 
 def schools_centred(z):
-    scores = jnp.array([28.0, 8, -3, 7, -1, 1, 18, 12])
-    errors = jnp.array([15.0, 10, 16, 11, 9, 11, 10, 18])
+    scores, errors = (jnp.asarray(x, z.dtype) for x in (SCORES, ERRORS))
     theta, mu, log_tau = z[:8], z[8], z[9]
     tau = jnp.exp(log_tau)
     likelihood = -0.5 * jnp.sum(((scores - theta) / errors) ** 2)

@@ -553,10 +553,17 @@ def installed() -> tuple[list[str], list[str]]:
     return [n for n in here if here[n]], [n for n in here if not here[n]]
 
 
-def peer_versions(names: Iterable[str]) -> str:
-    """Of the libraries behind peers."""
-    needed = {PEERS[name].needs: None for name in names if PEERS[name].needs != "iblr"}
-    return "peers: " + (", ".join(f"{name} {metadata.version(name)}" for name in needed) or "none")
+def presented(asked: Iterable[str]) -> Iterator[str]:
+    """Which peers take part in a benchmark, of what versions, and which do not."""
+    asked, (here, missing) = list(asked), installed()
+    for name in [name for name in asked if name in missing]:
+        yield f"left out: {name} (not installed: {PEERS[name].needs})"
+    unasked = [name for name in PEERS if name not in [*asked, "ours"]]
+    if unasked:
+        yield f"not asked for: {', '.join(unasked)}"
+    libraries = {PEERS[name].needs: None for name in asked if name in here}
+    versions = [f"{name} {metadata.version(name)}" for name in libraries if name != "iblr"]
+    yield f"peers: {', '.join(versions) or 'none'}"
 
 
 def main() -> None:

@@ -158,17 +158,13 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="all targets and peers")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    here, missing = gaussian_peers.installed()
+    here, _ = gaussian_peers.installed()
     targets, peers = (None, list(gaussian_peers.PEERS)) if options.full else QUICK
     targets, peers = options.targets or targets, options.peers or peers
     report, began = Report(), time.perf_counter()
     report(versions())
-    for name in [peer for peer in peers if peer in missing]:
-        report(f"left out: {name} (not installed: {gaussian_peers.PEERS[name].needs})")
-    unasked = [name for name in gaussian_peers.PEERS if name not in peers]
-    if unasked:
-        report(f"not asked for: {', '.join(unasked)}")
-    report(gaussian_peers.peer_versions(peer for peer in peers if peer in here))
+    for line in gaussian_peers.presented(peers):
+        report(line)
     report(
         f"Gradients to a gap, worst of {options.seeds} seeds (peers: {options.peer_seeds}), best "
         f"setting; at most {options.budget} gradients and {options.seconds:g} s a run"

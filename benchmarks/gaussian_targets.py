@@ -155,21 +155,21 @@ def log_exponential(dim: int) -> Problem:
     )
 
 
-def schools() -> Problem:
-    scores = np.array([28.0, 8, -3, 7, -1, 1, 18, 12])
-    errors = np.array([15.0, 10, 16, 11, 9, 11, 10, 18])
+SCORES = np.array([28.0, 8, -3, 7, -1, 1, 18, 12])  # of eight schools
+ERRORS = np.array([15.0, 10, 16, 11, 9, 11, 10, 18])
 
+
+def schools() -> Problem:
     def log_density(z):
-        y, sigma = jnp.asarray(scores, z.dtype), jnp.asarray(errors, z.dtype)
+        y, sigma = jnp.asarray(SCORES, z.dtype), jnp.asarray(ERRORS, z.dtype)
         theta, mu, log_tau = z[:8], z[8], z[9]
         tau = jnp.exp(log_tau)
-        residual = y.astype(z.dtype) - mu - tau * theta
-        likelihood = -0.5 * jnp.sum((residual / sigma.astype(z.dtype)) ** 2)
+        likelihood = -0.5 * jnp.sum(((y - mu - tau * theta) / sigma) ** 2)
         prior = -0.5 * (theta @ theta + (mu / 5) ** 2) - jnp.log1p((tau / 5) ** 2)
         return likelihood + prior + log_tau
 
     def elbo(mean, root):
-        y, sigma = np.array(scores), np.array(errors)  # own copies: JAX keeps constants by object
+        y, sigma = np.array(SCORES), np.array(ERRORS)  # own copies: JAX keeps constants by object
         cov = root @ root.T
         mu, log_tau, variance = mean[8], mean[9], cov[9, 9]
         # E[tau^k f] is E[tau^k] times the mean of f under the Gaussian shifted by k cov[:, 9].

@@ -242,16 +242,12 @@ def main() -> None:
         Checkout(options.path),
         json.loads(posteriordb_best.REFERENCES.read_text()),
     )
-    here, missing = gaussian_peers.installed()
+    here, _ = gaussian_peers.installed()
     peers = list(gaussian_peers.PEERS) if options.peers is None else options.peers
     report, began = Report(), time.perf_counter()
     report(versions())
-    for name in [name for name in peers if name in missing]:
-        report(f"left out: {name} (not installed: {gaussian_peers.PEERS[name].needs})")
-    unasked = [name for name in gaussian_peers.PEERS if name not in [*peers, "ours"]]
-    if unasked:
-        report(f"not asked for: {', '.join(unasked)}")
-    report(gaussian_peers.peer_versions(peer for peer in peers if peer in here))
+    for line in gaussian_peers.presented(peers):
+        report(line)
     report(
         f"ours: iblr.fit, worst of {options.seeds} seeds; peers at most {options.budget} gradients "
         f"and {options.seconds:g} s a run"

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import slow
+from helpers import no_type_hook, slow
 from scipy import stats
 
 import iblr
@@ -457,7 +457,7 @@ def test_what_needs_a_diagnosis_says_so(posterior, name):
 
 
 def test_bad_arguments_are_named(posterior):
-    with pytest.raises(ValueError, match="draws=...\\)` must be at least 100"):
+    with pytest.raises(ValueError, match="draws=...\\)` must be a whole number of at least 100"):
         iblr.diagnose(posterior, light, key=KEY, draws=50)
     batch = iblr.fit(
         light, gaussian(0.0, 1.0), key=jax.random.split(KEY, 2), num_steps=2, chunk_size=2
@@ -481,3 +481,21 @@ def test_a_second_look_of_the_same_shape_compiles_nothing():
     traced = len(count)
     weigh(counted, gaussian(0.5, 2.0), jax.random.key(5), draws=100)
     assert len(count) == traced
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"key": None}, r"`diagnose\(key=...\)` needs a typed key"),
+        ({"draws": "many"}, r"`diagnose\(draws=...\)` must be a whole number"),
+        ({"draws": 10}, r"`diagnose\(draws=...\)` must be a whole number of at least 100"),
+        ({"posterior": iblr.Gaussian.standard(2)}, "needs the posterior of a fit, but got a Gauss"),
+    ],
+)
+def test_a_bad_argument_of_diagnose_is_named(options, named):
+    log_density = lambda z: -0.5 * (z**2).sum()  # noqa: E731
+    start = iblr.Gaussian.standard(2)
+    posterior = iblr.fit(log_density, start, key=jax.random.key(0), num_steps=50)
+    given = {"posterior": posterior, "key": jax.random.key(1)} | options
+    with no_type_hook(), pytest.raises(ValueError, match=named):
+        iblr.diagnose(given.pop("posterior"), log_density, **given)

@@ -44,6 +44,7 @@ class Standing(NamedTuple):
     step: Any
     gap: Any
     bound: Any
+    done: Any
     broken: Any
     narrowed: Any
 
@@ -77,6 +78,10 @@ def _broken(state: Regression) -> Bool[Array, ""]:
     return (state.growth > limit) | (state.narrowed > MOST_NARROWINGS) | ~finite
 
 
+def _is_done(state: Regression, tol: Any) -> Bool[Array, ""]:
+    return state.bound <= tol
+
+
 @quickly_compiled
 def stretch(
     state: Regression, target: Target, tol: Any, limit: Any
@@ -88,7 +93,7 @@ def stretch(
 
     def goes_on(carry: tuple[Regression, Found, Int[Array, ""]]):
         state, _, taken = carry
-        return (taken < limit) & ~(state.bound <= tol) & ~_broken(state)
+        return (taken < limit) & ~(_is_done(state, tol) | _broken(state))
 
     def batch(carry: tuple[Regression, Found, Int[Array, ""]]):
         state, found, taken = carry
@@ -102,7 +107,8 @@ def stretch(
 
     begun = (state, found, jnp.zeros((), jnp.int32))
     state, found, _ = jax.lax.while_loop(goes_on, batch, begun)
-    now = Standing(state.step, state.gap, state.bound, _broken(state), state.narrowed)
+    done, broken = _is_done(state, tol), _broken(state)
+    now = Standing(state.step, state.gap, state.bound, done, broken, state.narrowed)
     return state, found, now
 
 
@@ -141,7 +147,7 @@ def fit_by_regression(state: Regression, target: Target, budget: Budget, watch: 
                 gap=float(standing.gap),
             )
             stopped = watch.tell(told)
-            reason = _reason(standing, last, budget.tol, ended >= deadline)
+            reason = _reason(standing, last, ended >= deadline)
             reason = reason or ("callback" if stopped else None)
             limit = _next_limit(limit, ended - begun, deadline - ended)
     except KeyboardInterrupt:
@@ -154,11 +160,11 @@ def _latest(values: np.ndarray) -> Any:
     return values[-1] if len(values) else np.nan
 
 
-def _reason(standing: Standing, last: int, tol: float, is_late: bool) -> str | None:
+def _reason(standing: Standing, last: int, is_late: bool) -> str | None:
     """Why the fit is over, if it is."""
     if standing.broken:
         return "failure"
-    if standing.bound <= tol:
+    if standing.done:
         return "tol"
     if standing.step >= last:
         return "max_gradients"

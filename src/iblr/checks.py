@@ -7,14 +7,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Key
 
 from iblr.estimators import AbstractEstimator
-from iblr.families.arguments import check_count
+from iblr.families.arguments import check_count, is_typed_key
 from iblr.families.base import AbstractFamily
 from iblr.loop import Schedule, State
 from iblr.rounds import Rounds
 from iblr.rule import improved_step
+from iblr.steps import CHUNK, ELBO_DRAWS
+
+TOL = 0.01  # nats, of a fit without settings
+
+
+def refuse_traced(key: Any) -> None:
+    """Raise where a fit is inside of a transformation: it decides by what it finds."""
+    if isinstance(key, Tracer):
+        raise ValueError(
+            "`fit` cannot be traced by `jax.jit` or `jax.vmap`, but got a traced `key`. For many "
+            "fits pass an array of keys; a loop of your own takes `iblr.step`."
+        )
 
 
 def check_key(family: AbstractFamily, key: Key[Array, "*runs"]) -> bool:
@@ -24,7 +37,7 @@ def check_key(family: AbstractFamily, key: Key[Array, "*runs"]) -> bool:
             f"`fit(target, family)` needs a family such as `iblr.Gaussian.standard(10)`, but got "
             f"{family!r}. A point to start from is `init=`."
         )
-    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    if not is_typed_key(key):
         raise ValueError(
             "`fit(key=...)` needs a typed key, `jax.random.key(0)`, or a batch of them, "
             f"`jax.random.split(key, 4)`, but got {key!r}."
@@ -117,22 +130,38 @@ def check_options(
         raise ValueError(f"`fit(momentum=...)` must be in [0, 1), but got {momentum}.")
 
 
-def check_budget(tol: float, max_gradients: int | None, max_seconds: float | None) -> None:
+def check_budget(tol: Any, max_gradients: int | None, max_seconds: float | None) -> None:
     """Raise unless the ends of an automatic fit are such."""
-    seconds = math.inf if max_seconds is None else max_seconds
+    seconds: Any = math.inf if max_seconds is None else max_seconds
     for name, value, largest in (("tol", tol, 1e30), ("max_seconds", seconds, math.inf)):
         is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if not is_number or not 0 < value <= largest:
+        is_scalar = isinstance(value, jax.Array | np.ndarray) and value.shape == ()
+        if not (is_number or is_scalar) or not 0 < value <= largest:
             raise ValueError(f"`fit({name}=...)` must be a positive number, but got {value!r}.")
     if max_gradients is not None:
         check_count("fit", "max_gradients", max_gradients)
 
 
-def refuse_budget(max_gradients: int | None, max_seconds: float | None) -> None:
+def refuse_budget(tol: float, max_gradients: int | None, max_seconds: float | None) -> None:
     """Raise where a fit with settings is given the ends of one without."""
-    for name, value in (("max_gradients", max_gradients), ("max_seconds", max_seconds)):
+    ends = {"tol": None if tol == TOL else tol}
+    ends |= {"max_gradients": max_gradients, "max_seconds": max_seconds}
+    for name, value in ends.items():
         if value is not None:
             raise ValueError(
                 f"`fit({name}={value})` ends a fit without settings, but got settings too. Give "
                 "`num_steps=`, or stop from a `callback=`; or leave the settings out."
+            )
+
+
+def refuse_looks(chunk_size: int, elbo_draws: int) -> None:
+    """Raise where a fit without settings is told when to look at the ELBO."""
+    for name, value, usual in (
+        ("chunk_size", chunk_size, CHUNK),
+        ("elbo_draws", elbo_draws, ELBO_DRAWS),
+    ):
+        if value != usual:
+            raise ValueError(
+                f"`fit({name}={value})` belongs to a fit with settings, but got none. Leave it "
+                "out, or give a setting, such as `num_steps=2000`."
             )

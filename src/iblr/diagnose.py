@@ -3,18 +3,17 @@
 import dataclasses
 from collections.abc import Callable
 
-import jax
 from jaxtyping import Array, Key
 
+from iblr.diagnosis import Diagnosis
 from iblr.families.abstract_gaussian import AbstractGaussian
+from iblr.families.arguments import check_count, is_typed_key
 from iblr.families.base import AbstractFamily
-from iblr.importance import weigh
+from iblr.importance import FEWEST_DRAWS, weigh
 from iblr.posterior import Posterior
+from iblr.purposes import Purpose, key_for
 from iblr.tails import DIRECTIONS, mass_outside
 from iblr.target import Target, as_target
-from iblr.verdict import Diagnosis
-
-TAIL_TAG = 11
 
 
 def examine(
@@ -27,7 +26,7 @@ def examine(
     diagnosis = Diagnosis(found, family.dim, shift, spread, shape)
     if not isinstance(family, AbstractGaussian):
         return diagnosis
-    tail_key = jax.random.fold_in(key, TAIL_TAG)
+    tail_key = key_for(key, Purpose.TAILS)
     outside = mass_outside(target, family, found.log_evidence, tail_key)
     return dataclasses.replace(diagnosis, outside=outside)
 
@@ -60,6 +59,16 @@ def diagnose(
         >>> posterior.verdict
         'Fair: other modes were not looked for, ...'
     """
+    if not isinstance(posterior, Posterior):
+        raise ValueError(
+            "`diagnose(posterior, target)` needs the posterior of a fit, but got a "
+            f"{type(posterior).__name__}."
+        )
+    if not is_typed_key(key) or key.ndim:
+        raise ValueError(
+            f"`diagnose(key=...)` needs a typed key, `jax.random.key(0)`, but got {key!r}."
+        )
+    check_count("diagnose", "draws", draws, least=FEWEST_DRAWS)
     if posterior.is_batch:
         raise ValueError(
             "`diagnose(posterior, ...)` needs one run, but this posterior holds a batch. Write "

@@ -13,7 +13,15 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Key, PyTree
 
-from iblr.checks import check_budget, check_key, refuse_budget
+from iblr.budgets import Task
+from iblr.checks import (
+    TOL,
+    check_budget,
+    check_key,
+    refuse_budget,
+    refuse_looks,
+    refuse_traced,
+)
 from iblr.estimators import AbstractEstimator
 from iblr.families.base import AbstractFamily
 from iblr.history import Progress, ProgressLine, Watch
@@ -28,7 +36,7 @@ from iblr.status import Status
 from iblr.steps import CHUNK, ELBO_DRAWS
 from iblr.target import Target, as_target
 from iblr.told import Settings, fit_as_told
-from iblr.unattended import Task, fit_unattended
+from iblr.unattended import fit_unattended
 from iblr.verdict import is_usable
 
 
@@ -47,7 +55,7 @@ def fit(
     key: Key[Array, "*runs"],
     init: PyTree | Posterior | AbstractFamily = None,
     support: Any = None,
-    tol: float = 0.01,
+    tol: float = TOL,
     max_gradients: int | None = None,
     max_seconds: float | None = None,
     estimator: AbstractEstimator | None = None,
@@ -108,7 +116,8 @@ def fit(
         throw: raise `FitError` when the fit fails (in a batch: when every run fails). If False,
             read `posterior.status`.
         state: `posterior.state` of a fit to go on with; `num_steps` then counts from its start.
-            Without settings it takes no other start.
+            A `family` or `init` beside it must be alike, and is not gone to again; without
+            settings it may be left out.
         chunk_size: with settings, steps between two looks at the ELBO.
         elbo_draws: with settings, draws for each of those looks.
 
@@ -133,6 +142,7 @@ def fit(
         ([3.0, 3.0], [1.0, 2.0])
     """
     started = time.perf_counter()
+    refuse_traced(key)
     target = as_target(target, "fit")
     if isinstance(state, tuple):
         raise ValueError(
@@ -150,6 +160,7 @@ def fit(
     start = starting_family(family, init, support)
     check_key(start, key)
     check_budget(tol, max_gradients, max_seconds)
+    tol = float(tol)
     if callback is not None and not callable(callback):
         raise ValueError(f"`fit(callback=...)` needs a function, but got {callback!r}.")
     settings = Settings(estimator, step_size, num_steps, momentum, trust_region, rule)
@@ -157,11 +168,12 @@ def fit(
     try:
         resumed_batch = key.ndim > 0 and isinstance(state, Rounds)  # which came from settings
         if settings.say_nothing and not resumed_batch and not isinstance(state, State):
+            refuse_looks(chunk_size, elbo_draws)
             posterior = fit_unattended(
                 Task(target, start, key, state, tol, max_gradients, max_seconds, watch)
             )
         else:
-            refuse_budget(max_gradients, max_seconds)
+            refuse_budget(tol, max_gradients, max_seconds)
             posterior = fit_as_told(
                 target, start, key, settings, state, watch, chunk_size, elbo_draws
             )

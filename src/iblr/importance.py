@@ -112,8 +112,9 @@ class Importance(eqx.Module):
 
     @property
     def khat_se(self) -> float:
-        """Standard error of `khat`: (1 + k) / sqrt(m) for a tail of m = 3 sqrt(draws) weights."""
-        return max(1 + self.khat, 0.0) / math.sqrt(3 * math.sqrt(self.draws))
+        """Standard error of `khat`: (1 + k) / sqrt(m) for a tail of m weights."""
+        tail = min(3 * math.sqrt(self.draws), self.draws / 5)
+        return max(1 + self.khat, 0.0) / math.sqrt(tail)
 
     @property
     def usable(self) -> bool:

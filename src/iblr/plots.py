@@ -87,7 +87,7 @@ def plot_trace(posterior: Posterior, tol: float | None = None) -> Any:
 
 def plot_pairs(
     posterior: Posterior,
-    parameters: Sequence[str | int] | None = None,
+    parameters: str | int | Sequence[str | int] | None = None,
     *,
     key: Key[Array, ""],
     draws: int = 1000,
@@ -229,11 +229,11 @@ def _support_of(structure: Structure, scalar: int) -> Any:
     return structure.supports[int(np.searchsorted(ends, scalar, side="right"))]
 
 
-def _chosen(parameters: Sequence[str | int] | None, labels: list[str]) -> list[int]:
+def _chosen(parameters: str | int | Sequence[str | int] | None, labels: list[str]) -> list[int]:
     """Positions of the scalars that a user named."""
     if parameters is None:
         return list(range(min(len(labels), MOST_PARAMETERS)))
-    if isinstance(parameters, str):
+    if isinstance(parameters, str | int):
         parameters = [parameters]
     chosen: list[int] = []
     for name in parameters:

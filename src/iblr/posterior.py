@@ -11,13 +11,15 @@ import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
 from iblr.corrected import Corrected
+from iblr.diagnosis import Diagnosis
 from iblr.families.base import AbstractFamily
+from iblr.prediction import Prediction
+from iblr.purposes import Purpose, key_for
 from iblr.status import Status, describe
 from iblr.summary import summary
-from iblr.verdict import Diagnosis, is_usable, judge
+from iblr.verdict import is_usable, judge
 
 COUNTS = ("refused", "limited", "halvings", "excluded")
-OWN_DRAWS_TAG = 10  # apart from the draws of the verdict
 
 
 class Trace(NamedTuple):
@@ -37,26 +39,6 @@ class Trace(NamedTuple):
     step_size: np.ndarray
     num_gradients: np.ndarray
     gap: np.ndarray
-
-
-class Prediction(NamedTuple):
-    """Draws of a function of the parameters, with the moments of each of its outputs."""
-
-    draws: PyTree
-    mean: PyTree
-    standard_deviation: PyTree
-
-    def interval(self, probability: float = 0.9) -> tuple[PyTree, PyTree]:
-        """Lower and upper ends of the central interval of that probability."""
-        if not 0 < probability < 1:
-            raise ValueError(
-                f"`interval(probability)` must be between 0 and 1, but got {probability}."
-            )
-        tail = 0.5 * (1 - probability)
-        ends = jax.tree.map(
-            lambda x: jnp.quantile(x, jnp.array([tail, 1 - tail]), axis=0), self.draws
-        )
-        return jax.tree.map(lambda x: x[0], ends), jax.tree.map(lambda x: x[1], ends)
 
 
 class Posterior(eqx.Module):
@@ -81,7 +63,8 @@ class Posterior(eqx.Module):
         stopped_by: "tol", "max_gradients", "max_seconds", "num_steps", "callback", "interrupt" or
             "failure".
         gap_estimate: nats estimated to be missing to the best member of the family; nan if unknown.
-        gap_bound: nats that are missing at most, with a probability of 95 %; nan if unknown.
+        gap_bound: nats that are missing at most, with a probability of 95 %; nan if unknown. Like
+            `stopped_by` and `gap_estimate` one a run, in a batch that was fitted without settings.
         diagnosis: how good it is, a `Diagnosis`, or None where settings were given and before
             `iblr.diagnose`; `posterior.verdict` says it in words.
         runs: those of a batch that was fitted without settings, each with its own counts; the
@@ -253,7 +236,10 @@ class Posterior(eqx.Module):
 
     @property
     def log_evidence_se(self) -> float:
-        """Standard error of `log_evidence`; too small where `khat` is above 0.7."""
+        """Standard error of `log_evidence`, of what the draws have seen of the target.
+
+        Too small where `khat` is above 0.7 or the target has heavier tails than q.
+        """
         return self._diagnosed("log_evidence_se").importance.log_evidence_se
 
     @property
@@ -286,9 +272,9 @@ class Posterior(eqx.Module):
         if self.diagnosis is None:
             raise ValueError(
                 f"`{call}` draws from the posterior and needs a key: `{call}(key=...)`. Only a "
-                "posterior with a verdict has one of its own."
+                "posterior with a diagnosis has one of its own."
             )
-        return jax.random.fold_in(self.diagnosis.importance.key, OWN_DRAWS_TAG)
+        return key_for(self.diagnosis.importance.key, Purpose.OWN_DRAWS)
 
     # Pictures and other libraries, whose modules are imported where they are asked for.
 
@@ -300,7 +286,7 @@ class Posterior(eqx.Module):
 
     def plot_pairs(
         self,
-        parameters: Sequence[str | int] | None = None,
+        parameters: str | int | Sequence[str | int] | None = None,
         *,
         key: Key[Array, ""] | None = None,
         draws: int = 1000,
@@ -349,11 +335,11 @@ def stacked(runs: Sequence[Posterior]) -> Posterior:
         parts = [getattr(run, name) for run in runs]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
 
-    facts = ("state", "stopped_by", "gap_estimate", "gap_bound")
+    numbers = (*COUNTS, "gap_estimate", "gap_bound")
     fields: dict[str, Any] = {
         **{name: together(name) for name in ("family", "elbo", "elbo_se", "status")},
-        **{name: np.stack([getattr(run, name) for run in runs]) for name in COUNTS},
-        **{name: tuple(getattr(run, name) for run in runs) for name in facts},
+        **{name: np.stack([getattr(run, name) for run in runs]) for name in numbers},
+        **{name: tuple(getattr(run, name) for run in runs) for name in ("state", "stopped_by")},
     }
     return Posterior(
         trace=Trace(

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Key
 
 from iblr.compiling import quickly_compiled
 from iblr.families.base import AbstractFamily
+from iblr.purposes import Purpose, key_for
 from iblr.target import Target
 
 POINTS = 8
@@ -31,4 +32,5 @@ def check_target(target: Target, family: AbstractFamily, key: Key[Array, "*runs"
 
 @quickly_compiled
 def _first_points(family: AbstractFamily, key: Key[Array, ""]) -> Float[Array, "n d"]:
-    return jnp.concatenate([family.centres, family.draw(key, POINTS - 1).rows])
+    rows = family.draw(key_for(key, Purpose.CHECK), POINTS - 1).rows
+    return jnp.concatenate([family.centres, rows])

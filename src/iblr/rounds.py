@@ -18,10 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from iblr.diagnostics import Elbo, elbo
+from iblr.families.base import AbstractFamily
 from iblr.families.mixture import GaussianMixture
 from iblr.families.mixture_growth import CANDIDATES, NEGLIGIBLE_WEIGHT
 from iblr.loop import State, init
 from iblr.posterior import COUNTS, Posterior, Trace
+from iblr.purposes import Purpose, key_for
 from iblr.status import Status
 from iblr.target import Target
 
@@ -29,14 +31,14 @@ ELBO_DRAWS = 4096
 GROWTH_DRAWS = 3 * CANDIDATES
 LEAST_GAIN = 0.01
 PATIENCE = 1
-ROUND_TAG, GROWTH_TAG, ELBO_TAG = 3, 4, 5  # 0 to 2 are those of a step and of a chunk
 
 
 class Rounds(eqx.Module):
-    """Where a fit in rounds stands: the round under way, and what those before it reached."""
+    """Where a fit in rounds stands: the round under way, what was reached before, the start."""
 
     state: State
     reached: Posterior | None
+    start: AbstractFamily
     failures: int = 0
 
     @property
@@ -47,7 +49,8 @@ class Rounds(eqx.Module):
     def __getitem__(self, run: int) -> "Rounds":
         """That of one run of a batch."""
         reached = None if self.reached is None else self.reached[run]
-        return Rounds(self.state[run], reached, self.failures)
+        start = jax.tree.map(lambda leaf: leaf[run], self.start)
+        return Rounds(self.state[run], reached, start, self.failures)
 
 
 def fit_in_rounds(
@@ -59,7 +62,7 @@ def fit_in_rounds(
     least_gain: float,
 ) -> Posterior:
     """Rounds of `run`, which takes `num_steps` steps by `rule` unless it is stopped."""
-    rounds = _resumed(now) if isinstance(now, Rounds) else Rounds(now, None)
+    rounds = _resumed(now) if isinstance(now, Rounds) else Rounds(now, None, now.family)
     while True:
         last = run(rounds.state)
         stopped = last.stopped_by != "num_steps" or last.num_steps < num_steps
@@ -74,7 +77,7 @@ def fit_in_rounds(
                     kept, state=dataclasses.replace(rounds, state=last.state)
                 )
             grown = _grown(kept.family, last.state, target, more, rule)
-            rounds = Rounds(grown, kept, failures)
+            rounds = Rounds(grown, kept, rounds.start, failures)
         except KeyboardInterrupt:  # the state is that before this round, which is taken again
             last = joined(rounds.reached, last)
             status = jax.tree.map(jnp.full_like, last.status, Status.interrupted)
@@ -82,7 +85,7 @@ def fit_in_rounds(
 
 
 def _resumed(rounds: Rounds) -> Rounds:
-    return Rounds(rounds.state, without_counts(rounds.reached), rounds.failures)
+    return dataclasses.replace(rounds, reached=without_counts(rounds.reached))
 
 
 def without_counts(reached: Posterior | None) -> Posterior | None:
@@ -148,7 +151,7 @@ def _pruned(
 ) -> tuple[GaussianMixture, Elbo]:
     def one_run(family: GaussianMixture, key: Any):
         family = family.heaviest(num)
-        return family, elbo(target, family, jax.random.fold_in(key, ELBO_TAG), draws=ELBO_DRAWS)
+        return family, elbo(target, family, key_for(key, Purpose.ELBO), draws=ELBO_DRAWS)
 
     return _over_runs(one_run, family, state)
 
@@ -156,8 +159,8 @@ def _pruned(
 @eqx.filter_jit
 def _grown(family: Any, state: State, target: Target, num: int, rule: Callable) -> State:
     def one_run(family: GaussianMixture, key: Any):
-        grown = family.grown(target, jax.random.fold_in(key, GROWTH_TAG), num)
-        return init(grown, jax.random.fold_in(key, ROUND_TAG), rule)
+        grown = family.grown(target, key_for(key, Purpose.GROWTH), num)
+        return init(grown, key_for(key, Purpose.ROUND), rule)
 
     return _over_runs(one_run, family, state)
 

@@ -33,6 +33,7 @@ from iblr.families.gaussian import Gaussian
 from iblr.families.mixture import GaussianMixture
 from iblr.loop import State, init
 from iblr.posterior import Posterior
+from iblr.purposes import Purpose, key_for
 from iblr.regression import num_pairs
 from iblr.rounds import joined
 from iblr.rule import improved_step
@@ -46,8 +47,8 @@ RESERVE = 2 * DRAWS + ELBO_DRAWS  # evaluations kept back for the end of a round
 MOST_BATCHES = 16
 QUANTILE = 1.645  # of the normal distribution, at 95 %
 LARGEST_DIVERGENCE = 0.1  # nats; of a larger one a few draws may decide
+LARGEST_RATIO = 10.0  # nats above the mean of log p / q: beyond that one draw decides
 CLEAR = 2.0  # standard errors of a gain that is more than noise
-ROUND_TAG, GAIN_TAG = 6, 7
 
 
 class PatientSteps(eqx.Module):
@@ -104,10 +105,11 @@ class Settling(eqx.Module):
 
 
 class Gain(NamedTuple):
-    """Nats by which one member is better than another, and its standard error."""
+    """Nats by which one member is better than another, its standard error, and its rounding."""
 
     value: float
     standard_error: float
+    rounding: float = 0.0
 
     @property
     def is_clear(self) -> bool:
@@ -125,7 +127,7 @@ class Gain(NamedTuple):
         """What is still missing."""
         times = self.missing_per_gain(before)
         estimate = times * abs(self.value)
-        return Gap(estimate, estimate + times * QUANTILE * self.standard_error)
+        return Gap(estimate, estimate + times * (QUANTILE * self.standard_error + self.rounding))
 
 
 class Gap(NamedTuple):
@@ -225,7 +227,7 @@ def settle(
         spent = whole.num_gradients
         if max_gradients - spent < cost(last.family, 2 * now.length) + RESERVE:
             return dataclasses.replace(whole, stopped_by="max_gradients")
-        fresh = init(last.family, jax.random.fold_in(key, ROUND_TAG + now.length))
+        fresh = init(last.family, jax.random.fold_in(key_for(key, Purpose.ROUND), now.length))
         now = Settling(fresh, 2 * now.length, whole, now.start, bounds, seen.gain)
 
 
@@ -256,16 +258,18 @@ def _look(
     batches: int,
 ) -> Looked:
     """From as many draws as it takes to tell the gain from `tol`, or to a quarter of that."""
-    key = jax.random.fold_in(jax.random.fold_in(key, GAIN_TAG), length)
-    ratios, gains, evaluations = np.zeros(0), np.zeros(0), 0
+    key = jax.random.fold_in(key_for(key, Purpose.GAIN), length)
+    ratios, gains, evaluations, largest = np.zeros(0), np.zeros(0), 0, 0.0
     while True:
         part = jax.random.fold_in(key, len(ratios) // DRAWS)
-        new = np.asarray(_log_ratios(target, after, part), np.float64)
-        ratios, evaluations = np.append(ratios, new), evaluations + DRAWS
-        divergence = UNKNOWN if _has_mixture(after) else _divergence(ratios, after.dtype)
+        new, size = _log_ratios(target, after, part)
+        largest = np.fmax(largest, float(size))
+        ratios, evaluations = np.append(ratios, np.asarray(new, np.float64)), evaluations + DRAWS
+        rounding = float(jnp.finfo(after.dtype).eps) * largest / math.sqrt(len(ratios))
+        divergence = UNKNOWN if _has_mixture(after) else _divergence(ratios, rounding)
         if before is None or divergence.bound <= tol:
             return Looked(None, divergence, evaluations)
-        old = np.asarray(_log_ratios(target, before, part), np.float64)
+        old = np.asarray(_log_ratios(target, before, part)[0], np.float64)
         gains, evaluations = np.append(gains, new - old), evaluations + DRAWS
         values = gains[np.isfinite(gains)]
         count = max(len(values), 2)
@@ -274,7 +278,7 @@ def _look(
         told = error <= tol / 4 or abs(mean) - QUANTILE * error > tol
         done = len(ratios) >= DRAWS * min(MOST_BATCHES, batches)
         if told or done or not len(values):
-            return Looked(Gain(mean, error), divergence, evaluations)
+            return Looked(Gain(mean, error, rounding), divergence, evaluations)
 
 
 def _has_mixture(family: AbstractFamily) -> bool:
@@ -283,22 +287,25 @@ def _has_mixture(family: AbstractFamily) -> bool:
 
 
 @eqx.filter_jit
-def _log_ratios(target: Target, family: AbstractFamily, key: Key[Array, ""]) -> Float[Array, " n"]:
-    """log p - log q at draws, of the same noise for the same key."""
+def _log_ratios(
+    target: Target, family: AbstractFamily, key: Key[Array, ""]
+) -> tuple[Float[Array, " n"], Float[Array, ""]]:
+    """log p - log q at draws, of the same noise for the same key, and the largest of both."""
     seen = look(target, family, key, DRAWS)
-    return seen.sampled + seen.prior - seen.log_q
+    log_p = seen.sampled + seen.prior
+    largest = jnp.maximum(jnp.abs(log_p), jnp.abs(seen.log_q))
+    return log_p - seen.log_q, jnp.nanmax(jnp.where(jnp.isfinite(largest), largest, jnp.nan))
 
 
-def _divergence(log_ratios: Float[np.ndarray, " n"], dtype: Any) -> Gap:
+def _divergence(log_ratios: Float[np.ndarray, " n"], rounding: float) -> Gap:
     """KL(q || p) = log E[p / q] - E[log p / q], with what rounding may hide."""
     if not np.isfinite(log_ratios).all():
         return UNKNOWN
     centred = log_ratios - log_ratios.mean()
-    if centred.max() > 1 / LARGEST_DIVERGENCE:
+    if centred.max() > LARGEST_RATIO:
         return UNKNOWN
     weights = np.exp(centred)
     value = math.log(weights.mean())
     error = np.sqrt(np.sum((weights / weights.mean() - 1 - centred) ** 2)) / len(weights)
-    hidden = float(jnp.finfo(dtype).eps) * np.abs(log_ratios).max()
-    bound = value + QUANTILE * float(error) + hidden
+    bound = value + QUANTILE * float(error) + rounding
     return Gap(value, bound) if bound <= LARGEST_DIVERGENCE else UNKNOWN

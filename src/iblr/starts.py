@@ -95,7 +95,7 @@ def _around(point: PyTree, family: Any, support: Any, call: str) -> AbstractFami
             f"{', '.join(sorted(kinds))}. Convert it."
         )
     if family is None:
-        family = _affordable(sum(leaf.size for leaf in leaves), jnp.result_type(*leaves, float))
+        family = _affordable(leaves, call)
     if family not in (Gaussian, DiagonalGaussian):
         raise ValueError(
             f"`{call}(target, family, init=...)` puts `iblr.Gaussian` or `iblr.DiagonalGaussian` "
@@ -116,14 +116,15 @@ def _around(point: PyTree, family: Any, support: Any, call: str) -> AbstractFami
     return dataclasses.replace(start, mean=jnp.asarray(mean))
 
 
-def _affordable(dim: int, dtype: Any) -> type:
+def _affordable(leaves: list[jax.Array], call: str) -> type:
     """A full Gaussian, or a diagonal one where memory does not suffice for it."""
-    needed = MATRICES * dim**2 * jnp.dtype(dtype).itemsize
+    dim = sum(leaf.size for leaf in leaves)
+    needed = MATRICES * dim**2 * jnp.result_type(*leaves, float).itemsize
     there = _memory()
     if needed <= SHARE * there:
         return Gaussian
     warnings.warn(
-        f"`fit` takes a diagonal Gaussian: a full one over {dim} parameters would need some "
+        f"`{call}` takes a diagonal Gaussian: a full one over {dim} parameters would need some "
         f"{needed / 1e9:.0f} GB, and there are {there / 1e9:.0f}.",
         stacklevel=6,
     )

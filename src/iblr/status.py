@@ -15,8 +15,8 @@ class Status(eqx.Enumeration):
     nonfinite = (
         "The log density or its gradient at the points sampled, or the step computed from them, "
         "was nan or infinite, so the step was refused and the family kept. Check the log density's "
-        "support, or start from a family whose draws stay inside it, such as a narrower one; a "
-        "smaller step size or `trust_region=True` may help too."
+        "support, or start from a family whose draws stay inside it, such as a narrower one; where "
+        "you chose it, a smaller step size or `trust_region=True` may help too."
     )
     left_set = (
         "The step left the set of valid parameters (a precision would not be positive definite, a "
@@ -35,14 +35,14 @@ class Status(eqx.Enumeration):
         "rest were taken. Look at the support of the log density, and at the step size."
     )
     inaccurate = (
-        "The covariance became too ill-conditioned for this precision: the stored log-determinant "
-        "no longer agrees with the factor. In float32, enable float64 "
+        "The approximation became too ill-conditioned or too narrow for this precision: rounding "
+        "decides what its factor is, or draws are all the same. In float32, enable float64 "
         '(`jax.config.update("jax_enable_x64", True)`) or rescale the parameters; otherwise the '
         "target may be improper or the step size too large."
     )
     diverged = (
-        "The fit moved away from the target: its ELBO is not finite. Use a smaller step size, "
-        "`trust_region=True`, or a start nearer to the posterior."
+        "The fit moved away from the target: its ELBO is not finite. Use a start nearer to the "
+        "posterior or, where you chose it, a smaller step size or `trust_region=True`."
     )
     not_converged = (
         "It did not settle before it was stopped. Give it more (`num_steps=`, `max_gradients=`, "

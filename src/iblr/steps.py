@@ -15,12 +15,12 @@ from iblr.diagnostics import elbo
 from iblr.history import History, Progress, Report, Watch
 from iblr.loop import State, step
 from iblr.posterior import Posterior
+from iblr.purposes import Purpose, key_for
 from iblr.status import Status
 from iblr.target import Target
 
 CHUNK = 100
 ELBO_DRAWS = 200
-ELBO_TAG = 2  # not 0 or 1, which are the two keys that a step splits off
 REFRESH_UP_TO = 2048
 
 
@@ -60,7 +60,7 @@ def _chunk(
         if family.dim <= REFRESH_UP_TO:
             family, drift = family.refreshed()
         state = dataclasses.replace(state, family=family)
-        key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), ELBO_TAG)
+        key = key_for(jax.random.fold_in(state.key, state.step), Purpose.ELBO)
         value, standard_error = elbo(target, family, key, draws=elbo_draws)
         refused, left_set, limited, halvings, out_of_range, excluded = counts.sum(0)
         return state, Report(

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from iblr.families.base import marginals
-from iblr.verdict import is_usable
+from iblr.verdict import is_heavy_tailed, is_usable
 
 
 def summary(posterior: Any, rows: int) -> str:
@@ -66,7 +66,8 @@ def _ending_words(posterior: Any) -> list[str]:
         )
     if found is not None and np.isfinite(found.importance.log_evidence):
         value, error = posterior.log_evidence, posterior.log_evidence_se
-        parts.append(f"Log evidence {value:.4f} ± {error:.4f}.")
+        seen = " of what draws of q have seen" if is_heavy_tailed(found) else ""
+        parts.append(f"Log evidence {value:.4f} ± {error:.4f}{seen}.")
     return [" ".join(parts)] if parts else []
 
 

@@ -333,6 +333,7 @@ def _check_that_it_varies(
     if known.sum() > 1 and (total <= rounding * size)[known].all():
         raise ValueError(
             f"{called} is the same everywhere it was tried (or, on a support, over the real "
-            "numbers that are mapped onto it), which is no density over unbounded parameters. Does "
-            "it use its argument? Give the parameters a prior, or a support."
+            "numbers that are mapped onto it): there is no way to go. Does it use its argument? "
+            "Give the parameters a prior or a support; or start where it varies, nearer or from a "
+            "wider family."
         )

@@ -30,7 +30,7 @@ Every finding is Good, Fair or Bad, and the worst of them is the verdict:
     Fair    the best member of the family may be more than 0.1 nats better: `gap_bound`; or that is
             not known, since a budget was spent
     Fair    the fit was interrupted (Bad if that was before the verdict), or refused many steps; a
-            draw at which the target is nan
+            draw at which the target is nan, or zero
     Fair    other modes were not looked for, or not from all starts: weights cannot see one in which
             q has no draws; or one makes a standard deviation larger by a tenth
     Good    none of these
@@ -53,116 +53,30 @@ modes far apart everything is perfect, but for a look from dispersed starts.
 import math
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax.numpy as jnp
 
+from iblr.diagnosis import GOOD_SPREAD, LARGEST_MODE, Diagnosis, Mode
 from iblr.importance import LARGEST_KHAT, Importance
 from iblr.status import Status, describe
 
 GOOD_KHAT = 0.5
 GOOD_OUTSIDE, LARGEST_OUTSIDE = 0.0025, 0.01
 GOOD_SHIFT, LARGEST_SHIFT = 0.1, 0.5
-GOOD_SPREAD, LARGEST_SPREAD = math.log(1.1), math.log(1.5)
+LARGEST_SPREAD = math.log(1.5)
 GOOD_SHAPE = 0.05
 GOOD_KL, GOOD_KL_EACH = 0.1, 0.01
 LARGEST_KL, LARGEST_KL_EACH = 0.5, 0.05
 MANY_SMALL_TERMS = (0.6, 1.1)
 GOOD_GAP = 0.1
-LARGEST_MODE = 0.01
 AROUND = 1.0  # standard deviations of q
-HALF = 0.5
 LARGEST_SHARE_UNDEFINED, LARGEST_SHARE_EXCLUDED = 0.01, 0.1
 NEARLY_ALL, MOST, ALL_BUT_FEW = 0.8, 0.95, 0.98
 NO_MEAN = 1.0  # k-hat beyond which weights have no mean
-ROUNDED, PROPORTION = 1.0, 100.0  # nats to which log p is rounded in a region, and over those at q
 COARSE, MANY_TIMES = 0.05, 20  # nats to which log p is rounded, and what they may add up to
 GRADES = ("Bad", "Fair", "Good")
 
 MIXTURE = "try `iblr.GaussianMixture` or NUTS from here (`posterior.to_nuts()`)"
 CORRECTED = "use `posterior.corrected`, which weights have put right"
-
-
-class Mode(NamedTuple):
-    """A Gaussian found from a dispersed start, where q is not: another mode, or an arm.
-
-    Attributes:
-        distance: from the mean of q, in standard deviations of q.
-        log_mass: log of its mass over the mass where q is.
-        family: a Gaussian there, from which `iblr.fit(target, init=...)` can start.
-        width: its largest standard deviation in those of q.
-        resolution: nats to which log p is rounded there.
-    """
-
-    distance: float
-    log_mass: float
-    family: Any = None
-    width: float = 1.0
-    resolution: float = 0.0
-
-    @property
-    def share(self) -> float:
-        """Of the mass of both; nan where it cannot be told."""
-        return 0.5 * (1 + math.tanh(0.5 * self.log_mass))
-
-    @property
-    def spread(self) -> float:
-        """Log of how many times larger it makes a standard deviation, at most."""
-        share = self.share
-        variance = (1 - share) + share * self.width**2 + share * (1 - share) * self.distance**2
-        return 0.5 * math.log(variance)
-
-    @property
-    def matters(self) -> bool:
-        """Whether a verdict would speak of it, were it not rounding."""
-        return not (self.log_mass <= math.log(LARGEST_MODE) and self.spread <= GOOD_SPREAD)
-
-    def is_rounded(self, resolution: float) -> bool:
-        """Whether its mass may be rounding, which is of `resolution` where q is.
-
-        It decides if the mass would matter, or values of log p are out of all proportion there.
-        """
-        least, most = self.log_mass - self.resolution, self.log_mass + self.resolution
-        could_matter, must_matter = (x > math.log(LARGEST_MODE) for x in (most, least))
-        in_proportion = self.resolution <= PROPORTION * resolution
-        return self.resolution > ROUNDED and could_matter and not (must_matter and in_proportion)
-
-    def without(self, log_held: float) -> "Mode | None":
-        """What is left of it without the mass that q has there; None if that is half or more."""
-        share = math.exp(min(log_held - self.log_mass, 0.0)) if math.isfinite(log_held) else 0.0
-        if share >= HALF:
-            return None
-        return self._replace(log_mass=self.log_mass + math.log1p(-share))
-
-
-class Diagnosis(eqx.Module):
-    """What is known about the quality of q.
-
-    Attributes:
-        importance: the weights, and what follows from them.
-        dim: number of coordinates.
-        shift: the largest |corrected mean - mean| over scalars of a point, in standard deviations
-            of q and beyond noise.
-        spread: the largest |log(corrected standard deviation / standard deviation)|, beyond noise.
-        shape: the largest difference of marginal distribution functions, beyond noise.
-        outside: the target's share of mass where a Gaussian q has 1e-4; nan where not looked at.
-        modes: other modes, found from dispersed starts.
-        climbs: the dispersed starts; 0 where nobody looked.
-        left_out: those for which there was no budget.
-        climb_gradients: what they cost.
-        unlooked: where nobody looked, why not or what to do.
-    """
-
-    importance: Importance
-    dim: int
-    shift: float
-    spread: float
-    shape: float
-    outside: float = math.nan
-    modes: tuple[Mode, ...] = ()
-    climbs: int = 0
-    left_out: int = 0
-    climb_gradients: int = 0
-    unlooked: str = "`iblr.fit` without settings looks from dispersed starts"
 
 
 class Finding(NamedTuple):
@@ -239,6 +153,11 @@ def findings(diagnosis: Diagnosis, status: Status, gap_bound: float) -> list[Fin
         reason = f"other modes were looked for from {diagnosis.climbs} of {planned} starts only"
         found.append(Finding("Fair", reason, diagnosis.unlooked))
     return found
+
+
+def is_heavy_tailed(diagnosis: Diagnosis) -> bool:
+    """Whether weights cannot tell what the target has beyond the draws of q."""
+    return diagnosis.importance.khat >= LARGEST_KHAT or diagnosis.outside > GOOD_OUTSIDE
 
 
 def is_usable(status: Status) -> Any:

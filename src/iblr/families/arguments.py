@@ -204,6 +204,11 @@ def check_count(
         )
 
 
+def is_typed_key(key: Any) -> bool:
+    """Whether it is one such as `jax.random.key(0)`, or an array of them."""
+    return isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
 def check_indices(call: str, indices: ArrayLike | Sequence[int], dim: int) -> np.ndarray:
     """Distinct coordinates of a flat point, in any order."""
     indices = np.atleast_1d(np.asarray(indices))
