@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from automatic_helpers import KEY, curved, fit, separable
-from helpers import assert_same_bits, no_type_hook
+from helpers import assert_same_bits, no_type_hook, slow
 
 import iblr
 from iblr import Status, automatic, judging, regression, unattended
@@ -25,7 +25,7 @@ def test_a_budget_of_gradients_is_kept(limit):
     assert posterior.num_gradients > 0.5 * limit
 
 
-@pytest.mark.parametrize("limit", [460, 800, 3000])
+@pytest.mark.parametrize("limit", [slow(460), 800, slow(3000)])
 def test_a_budget_is_kept_where_a_widened_gaussian_asks_for_a_look_along_its_axes(limit):
     calls, widths = [], jnp.array([2e4, 3e4, 4e4, 5e4, 1.0])
 

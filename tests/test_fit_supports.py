@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import LARGEST_Z, agrees, assert_same_bits, no_type_hook, quick_fit
+from helpers import LARGEST_Z, agrees, assert_same_bits, no_type_hook, quick_fit, slow
 from scipy import integrate, stats
 
 import iblr
@@ -426,7 +426,7 @@ def test_a_leaf_keeps_its_support():
 # Problems on which a start is far from its target, and points off the support.
 
 
-@pytest.mark.parametrize("count", [100, 1000])
+@pytest.mark.parametrize("count", [slow(100), 1000])
 def test_a_rate_of_many_counts_is_found_without_options(count):
     posterior = iblr.fit(
         lambda z: count * (3.5 * jnp.log(z) - z),

@@ -61,7 +61,7 @@ def test_nothing_is_promised_of_a_target_without_an_integral(family, target):
     assert "nats below the best" not in str(fitted)
 
 
-@pytest.mark.parametrize("width", [1e6, 1e7])
+@pytest.mark.parametrize("width", [slow(1e6), 1e7])
 def test_a_wide_target_is_not_called_improper_on_the_way_to_it(width):
     wide = lambda z: -0.5 * (z[0] / width) ** 2 - 0.5 * z[1] ** 2  # noqa: E731
     assert fit(wide, max_gradients=600).status == Status.not_converged
@@ -112,6 +112,7 @@ def test_rounding_does_not_hide_an_endless_ridge():
     assert not has_endless_ridge(proper, jnp.ones(2), q)[0]
 
 
+@pytest.mark.slow
 def test_rays_see_a_prior_that_is_a_family_by_its_points():
     """A Gamma family with a Gamma prior and a likelihood that outgrows it."""
     prior = iblr.Gamma(jnp.ones(1), 1.0)
@@ -125,7 +126,7 @@ def floored(height):
     return lambda z: jnp.logaddexp(-0.5 * z[0] ** 2, height) - 0.5 * (z[1:] ** 2).sum()
 
 
-@pytest.mark.parametrize("dim, seed", [(50, 0), (20, 4), (5, 3)])
+@pytest.mark.parametrize("dim, seed", [slow(50, 0), slow(20, 4), (5, 3)])
 def test_a_floor_without_end_is_named_though_the_fit_settles(dim, seed):
     posterior = fit(floored(-15.0), init=jnp.zeros(dim), key=jax.random.key(seed), throw=False)
     assert posterior.status == Status.improper and np.isnan(posterior.gap_bound)

@@ -207,7 +207,7 @@ RULES = {
 @pytest.mark.parametrize(
     "rule, options",
     [
-        slow(*row) if name in ("improved", "trust region", "original") else row
+        slow(*row) if name in ("improved", "trust region", "original", "line search") else row
         for name, row in RULES.items()
     ],
     ids=RULES,
@@ -383,7 +383,7 @@ def mean_field_start():
 
 @pytest.fixture(scope="module")
 def mean_field():
-    return iblr.fit(normal_gamma, mean_field_start(), key=KEY)
+    return iblr.fit(normal_gamma, mean_field_start(), key=KEY, num_steps=2000)
 
 
 def test_a_fit_finds_the_fixed_point_of_coordinate_ascent(mean_field):

@@ -36,7 +36,7 @@ class Exponential(AbstractPositive):
     Example:
         >>> import iblr, jax
         >>> posterior = iblr.fit(lambda z: -4.0 * z.sum(), iblr.Exponential.standard(2),
-        ...                      key=jax.random.key(0))
+        ...                      key=jax.random.key(0), num_steps=500)
         >>> posterior.family.rate.round(3).tolist()
         [4.0, 4.0]
     """

@@ -64,7 +64,7 @@ class InverseGaussian(AbstractPositive):
         >>> import iblr, jax
         >>> target = iblr.InverseGaussian(2.0, 3.0)
         >>> posterior = iblr.fit(target.log_prob, iblr.InverseGaussian(1.0, 1.0),
-        ...                      key=jax.random.key(0))
+        ...                      key=jax.random.key(0), num_steps=500)
         >>> [round(float(x), 3) for x in (posterior.mean, posterior.family.shape)]
         [2.0, 3.0]
     """

@@ -51,7 +51,7 @@ class Product(AbstractFamily):
         ...     log_lik = 0.5 * jnp.log(z["tau"]) - 0.5 * z["tau"] * (x - z["mu"]) ** 2
         ...     return log_lik.sum() - z["tau"] - 0.5 * z["mu"] ** 2
         >>> q = iblr.Product({"mu": iblr.Gaussian.standard(like=0.0), "tau": iblr.Gamma(1.0, 1.0)})
-        >>> posterior = iblr.fit(log_density, q, key=jax.random.key(0))
+        >>> posterior = iblr.fit(log_density, q, key=jax.random.key(0), num_steps=1000)
         >>> round(float(posterior.mean["mu"]), 1), posterior.family["tau"].name
         (0.9, 'Gamma')
     """

@@ -87,7 +87,7 @@ class SkewGaussian(AbstractFamily):
         >>> import iblr, jax, jax.numpy as jnp
         >>> log_density = lambda z: (2 * z - jnp.exp(z)).sum()      # the logarithm of a Gamma
         >>> start = iblr.SkewGaussian.standard(1)
-        >>> posterior = iblr.fit(log_density, start, key=jax.random.key(0))
+        >>> posterior = iblr.fit(log_density, start, key=jax.random.key(0), num_steps=1000)
         >>> bool(posterior.family.alpha[0] < 0)                     # a tail to the left
         True
     """
