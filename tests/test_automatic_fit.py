@@ -116,6 +116,7 @@ def test_a_batch_of_keys_gives_as_many_fits(fitted):
         assert run.stopped_by == "tol" and gap(run.family) <= run.gap_bound <= 0.1
         assert run.diagnosis is not None and run.trace.elbo.ndim == 1
     assert "2 runs" in str(batch) and batch[1].verdict in str(batch)
+    assert (batch.gap_estimate <= batch.gap_bound).all() and (batch.gap_bound <= 0.1).all()
 
 
 def test_a_second_look_counts(fitted):

@@ -78,38 +78,43 @@ def _broken(state: Regression) -> Bool[Array, ""]:
     return (state.growth > limit) | (state.narrowed > MOST_NARROWINGS) | ~finite
 
 
-def _is_done(state: Regression, tol: Any) -> Bool[Array, ""]:
-    return state.bound <= tol
+def _standing(state: Regression, tol: Any) -> Standing:
+    """Where it stands; the one place, as it takes long to compile."""
+    bound = state.bound
+    return Standing(state.step, state.gap, bound, bound <= tol, _broken(state), state.narrowed)
+
+
+_known = quickly_compiled(_standing)
 
 
 @quickly_compiled
 def stretch(
     state: Regression, target: Target, tol: Any, limit: Any
 ) -> tuple[Regression, Found, Standing]:
-    """Up to `limit` batches, fewer where the fit is done."""
+    """Up to `limit` batches, at least one; fewer where the fit is done."""
     dtype = state.family.dtype
     blank = jnp.full(STRETCH, jnp.nan, dtype)
     found = Found(blank, blank, blank, jnp.zeros(STRETCH, jnp.int32))
+    infinite, no = jnp.full((), jnp.inf, dtype), jnp.zeros((), bool)
+    unknown = Standing(state.step, infinite, infinite, no, no, state.narrowed)
 
-    def goes_on(carry: tuple[Regression, Found, Int[Array, ""]]):
-        state, _, taken = carry
-        return (taken < limit) & ~(_is_done(state, tol) | _broken(state))
+    def goes_on(carry: tuple[Regression, Found, Standing, Int[Array, ""]]):
+        _, _, now, taken = carry
+        return (taken < limit) & ~(now.done | now.broken)
 
-    def batch(carry: tuple[Regression, Found, Int[Array, ""]]):
-        state, found, taken = carry
+    def batch(carry: tuple[Regression, Found, Standing, Int[Array, ""]]):
+        state, found, _, taken = carry
         state, seen = regression.advance(state, target)
+        now = _standing(state, tol)
         number = jnp.maximum(seen.fine.sum(), 1)
         elbo = jnp.nanmean(seen.elbo)
         error = jnp.sqrt(jnp.nansum((seen.elbo - elbo) ** 2) / jnp.maximum(number - 1, 1) / number)
-        new = Found(elbo, error, state.gap, jnp.sum(~seen.fine, dtype=jnp.int32))
+        new = Found(elbo, error, now.gap, jnp.sum(~seen.fine, dtype=jnp.int32))
         found = jax.tree.map(lambda old, one: old.at[taken].set(one), found, new)
-        return state, found, taken + 1
+        return state, found, now, taken + 1
 
-    begun = (state, found, jnp.zeros((), jnp.int32))
-    state, found, _ = jax.lax.while_loop(goes_on, batch, begun)
-    done, broken = _is_done(state, tol), _broken(state)
-    now = Standing(state.step, state.gap, state.bound, done, broken, state.narrowed)
-    return state, found, now
+    begun = (state, found, unknown, jnp.zeros((), jnp.int32))
+    return jax.lax.while_loop(goes_on, batch, begun)[:3]
 
 
 def fit_by_regression(state: Regression, target: Target, budget: Budget, watch: Watch) -> Posterior:
@@ -121,6 +126,9 @@ def fit_by_regression(state: Regression, target: Target, budget: Budget, watch: 
     none = np.zeros(0)
     history, standing = [Found(none, none, none, none)], None
     limit, reason, rate = FIRST_STRETCH, None, 0.0
+    if first:  # gone on with: it may be done already
+        standing = jax.device_get(_known(state, tol))
+        reason = _reason(standing, last, False)
     try:
         while reason is None:
             begun = time.perf_counter()

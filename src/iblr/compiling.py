@@ -8,16 +8,17 @@ import equinox as eqx
 import jax
 
 # On a CPU these halve the time of compilation; a program is at worst a fifth slower.
-QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 1}
+QUICK: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 1}
+ONCE: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 0}  # half of that, for a few evaluations
 
 
 @functools.cache
-def _accepted(platform: str) -> dict[str, Any]:
-    """Those of `QUICK` that this version of XLA knows; none but on a CPU."""
+def _accepted(platform: str, once: bool) -> dict[str, Any]:
+    """Those options that this version of XLA knows; none but on a CPU."""
     accepted = {}
     if platform == "cpu":
         program = jax.jit(lambda: 0).lower()
-        for name, value in QUICK.items():
+        for name, value in (ONCE if once else QUICK).items():
             try:
                 program.compile(compiler_options={name: value})
             except jax.errors.JaxRuntimeError:  # it has been renamed or removed
@@ -26,12 +27,17 @@ def _accepted(platform: str) -> dict[str, Any]:
     return accepted
 
 
-def quickly_compiled(function: Callable) -> Callable:
-    """`eqx.filter_jit` of a function, with options for the platform on which it is first called."""
+def quickly_compiled(function: Callable, *, once: bool = False) -> Callable:
+    """`eqx.filter_jit` of a function, with options for the platform on which it is first called.
+
+    Args:
+        function: what to compile.
+        once: whether it is called once or twice a fit, for a few evaluations.
+    """
 
     @functools.cache
     def compiled(platform: str) -> Callable:
-        options: dict[str, Any] = {"compiler_options": _accepted(platform)}
+        options: dict[str, Any] = {"compiler_options": _accepted(platform, once)}
         return eqx.filter_jit(function, **options)
 
     @functools.wraps(function)

@@ -91,7 +91,7 @@ def has_endless_axis(target: Target, q: Gaussian, log_evidence: float, resolutio
         resolution: nats to which log p is rounded.
     """
     d, rows = q.dim, axis_evaluations(q.dim)
-    deviations = np.asarray(q.standard_deviations, np.float64)
+    deviations = np.linalg.norm(np.asarray(q.factor, np.float64), axis=0)
     widest = np.argsort(-deviations)[:MOST_COORDINATES]
     ways = (np.diag(deviations)[widest, None] * NEAR_AND_FAR[:, None]).reshape(-1, d)
     ways = np.concatenate([ways, -ways])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from typing import NamedTuple
 
 import jax
@@ -113,7 +114,8 @@ def _surveyed(
     """A look around q, and along the ways from what was found there."""
     target, q, key = task.target, posterior.family, key_for(task.key, Purpose.CLIMBS)
     found, known, is_endless = diagnosis.importance, over_points(target, q, around), False
-    if math.isfinite(found.elbo) and task.limit - spent >= AXES_FROM * axis_evaluations(q.dim):
+    affordable = task.limit - spent >= AXES_FROM * axis_evaluations(q.dim)
+    if math.isfinite(found.elbo) and affordable and time.perf_counter() < task.deadline:
         is_endless = has_endless_axis(known, around, found.log_evidence, found.resolution)
         spent += axis_evaluations(q.dim)
     if is_endless:

@@ -1,5 +1,7 @@
 """Looks at a target before a fit: cheap, and with errors that say what to do."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
@@ -30,7 +32,7 @@ def check_target(target: Target, family: AbstractFamily, key: Key[Array, "*runs"
             )
 
 
-@quickly_compiled
+@functools.partial(quickly_compiled, once=True)
 def _first_points(family: AbstractFamily, key: Key[Array, ""]) -> Float[Array, "n d"]:
     rows = family.draw(key_for(key, Purpose.CHECK), POINTS - 1).rows
     return jnp.concatenate([family.centres, rows])

@@ -286,7 +286,7 @@ def _check_function(
         _check_that_it_varies(called, structure, points, gradients)
 
 
-@quickly_compiled
+@functools.partial(quickly_compiled, once=True)
 def _slopes(
     function: Callable, structure: Structure, points: Float[Array, "n d"], rest: tuple
 ) -> tuple[Float[Array, " n"], Float[Array, "n d"]]:
