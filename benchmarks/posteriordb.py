@@ -246,8 +246,8 @@ def main() -> None:
     peers = list(gaussian_peers.PEERS) if options.peers is None else options.peers
     report, began = Report(), time.perf_counter()
     report(versions())
-    for line in gaussian_peers.presented(peers):
-        report(line)
+    for sentence in gaussian_peers.presented(peers):
+        report(sentence)
     report(
         f"ours: iblr.fit, worst of {options.seeds} seeds; peers at most {options.budget} gradients "
         f"and {options.seconds:g} s a run"

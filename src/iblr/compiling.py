@@ -9,7 +9,8 @@ import jax
 
 # On a CPU these halve the time of compilation; a program is at worst a fifth slower.
 QUICK: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 1}
-ONCE: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 0}  # half of that, for a few evaluations
+# Half of that, for what a fit does once: a long density takes up to a quarter longer there.
+ONCE: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 0}
 
 
 @functools.cache
@@ -32,7 +33,7 @@ def quickly_compiled(function: Callable, *, once: bool = False) -> Callable:
 
     Args:
         function: what to compile.
-        once: whether it is called once or twice a fit, for a few evaluations.
+        once: whether a fit calls it once, so that compiling costs more than running it slowly.
     """
 
     @functools.cache

@@ -17,6 +17,7 @@ whose noise vanishes where the weights are constant.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -221,7 +222,7 @@ def smoothed(
     return out, float(khat)
 
 
-@quickly_compiled
+@functools.partial(quickly_compiled, once=True)
 def _seen(
     target: Target, family: AbstractFamily, key: Key[Array, ""], draws: int
 ) -> tuple[Elbo, Float[Array, "draws n"], Float[Array, " draws"], Float[Array, " draws"]]:

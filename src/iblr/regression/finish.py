@@ -110,9 +110,9 @@ def _noise_of(seen: Whitened) -> Float[Array, "2"]:
 
 def _rescaled(state: Regression, model: Model) -> Model:
     """A model with the scale that `radial` asks for, where that is known."""
-    d = state.family.dim
+    d, scale = state.family.dim, state.scale
     K = model.excess
-    step = jnp.where(state.scale.known, state.scale.change - jnp.trace(K) / d, 0)
+    step = jnp.where(scale.known, scale.change - jnp.trace(K) / d, 0)
     return model._replace(excess=K + step * jnp.eye(d, dtype=K.dtype))
 
 
