@@ -135,7 +135,7 @@ def test_a_floor_without_end_is_named_though_the_fit_settles(dim, seed):
 def along_axes(log_density, dim=3):
     q = iblr.Gaussian.standard(dim)
     found = weigh(iblr.Target(log_density), q, KEY)
-    return has_endless_axis(iblr.Target(log_density), q, found.log_evidence, found.resolution)
+    return has_endless_axis(iblr.Target(log_density), q, found.log_evidence)
 
 
 def test_coordinates_without_end_are_told_from_wide_ones():

@@ -10,6 +10,7 @@ from iblr.importance import Importance
 GOOD_SPREAD = math.log(1.1)  # of a standard deviation: what need not be spoken of
 LARGEST_MODE = 0.01  # share of the mass that another region may hold
 HALF = 0.5
+COARSE = 0.05  # nats to which log p is rounded: values are then not to be compared
 ROUNDED, PROPORTION = 1.0, 100.0  # nats to which log p is rounded in a region, and over those at q
 
 

@@ -42,7 +42,6 @@ MOST_EVALUATIONS = 4 * MOST_AXES * DISTANCES * (STEPS + 1)
 NEAR_AND_FAR = np.array([10.0, 20.0, 5e6, 1e7])  # standard deviations along a coordinate
 MOST_COORDINATES = 128
 NEGLIGIBLE = math.log(0.01)  # of a mass over the evidence
-COARSE = 0.05  # nats to which log p is rounded: it is then not to be compared so
 
 
 def largest_growth(dtype: Any) -> float:
@@ -81,14 +80,13 @@ def axis_evaluations(dim: int) -> int:
     return math.ceil(rows / DIRECTIONS) * DIRECTIONS
 
 
-def has_endless_axis(target: Target, q: Gaussian, log_evidence: float, resolution: float) -> bool:
+def has_endless_axis(target: Target, q: Gaussian, log_evidence: float) -> bool:
     """Whether the target has no finite integral along a coordinate, one of the widest of q.
 
     Args:
         target: the target.
         q: from where to look.
         log_evidence: that of the target around q.
-        resolution: nats to which log p is rounded.
     """
     d, rows = q.dim, axis_evaluations(q.dim)
     deviations = np.linalg.norm(np.asarray(q.factor, np.float64), axis=0)
@@ -99,8 +97,6 @@ def has_endless_axis(target: Target, q: Gaussian, log_evidence: float, resolutio
     none = np.zeros((DIRECTIONS, d))
     log_p = np.concatenate([log_densities(target, q, none, part) for part in padded])
     log_p = log_p[: len(ways)].reshape(-1, len(NEAR_AND_FAR))
-    if resolution > COARSE:
-        return False
     known = (np.isfinite(log_p) | (log_p == np.inf)).all(axis=1)
     along = log_p[known] + np.log(NEAR_AND_FAR)  # of p(s) s
     at_mean = log_evidence - 0.5 * (d * math.log(2 * math.pi) + float(q.log_det))

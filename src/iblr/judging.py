@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from iblr.budgets import REGRESSION_UP_TO, Task
 from iblr.climbs import is_one_point, look_around, over_points, surroundings
 from iblr.diagnose import evaluations, examine
-from iblr.diagnosis import LARGEST_MODE, Diagnosis, Mode
+from iblr.diagnosis import COARSE, LARGEST_MODE, Diagnosis, Mode
 from iblr.families.base import AbstractFamily
 from iblr.families.gaussian import Gaussian
 from iblr.improper import (
@@ -115,8 +115,9 @@ def _surveyed(
     target, q, key = task.target, posterior.family, key_for(task.key, Purpose.CLIMBS)
     found, known, is_endless = diagnosis.importance, over_points(target, q, around), False
     affordable = task.limit - spent >= AXES_FROM * axis_evaluations(q.dim)
-    if math.isfinite(found.elbo) and affordable and time.perf_counter() < task.deadline:
-        is_endless = has_endless_axis(known, around, found.log_evidence, found.resolution)
+    tells = math.isfinite(found.elbo) and found.resolution <= COARSE
+    if tells and affordable and time.perf_counter() < task.deadline:
+        is_endless = has_endless_axis(known, around, found.log_evidence)
         spent += axis_evaluations(q.dim)
     if is_endless:
         return _Surveyed(diagnosis, spent, True)

@@ -55,7 +55,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from iblr.diagnosis import GOOD_SPREAD, LARGEST_MODE, Diagnosis, Mode
+from iblr.diagnosis import COARSE, GOOD_SPREAD, LARGEST_MODE, Diagnosis, Mode
 from iblr.importance import LARGEST_KHAT, Importance
 from iblr.status import Status, describe
 
@@ -72,7 +72,7 @@ AROUND = 1.0  # standard deviations of q
 LARGEST_SHARE_UNDEFINED, LARGEST_SHARE_EXCLUDED = 0.01, 0.1
 NEARLY_ALL, MOST, ALL_BUT_FEW = 0.8, 0.95, 0.98
 NO_MEAN = 1.0  # k-hat beyond which weights have no mean
-COARSE, MANY_TIMES = 0.05, 20  # nats to which log p is rounded, and what they may add up to
+MANY_TIMES = 20  # what coarse values of log p may add up to, in units of their rounding
 GRADES = ("Bad", "Fair", "Good")
 
 MIXTURE = "try `iblr.GaussianMixture` or NUTS from here (`posterior.to_nuts()`)"
